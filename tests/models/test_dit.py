@@ -81,14 +81,6 @@ def test_matches_diffusers(pair, batch, T, Y, X, text, seed):
         torch.testing.assert_close(ours(x, timestep, prepared), ours(x, timestep, context), rtol=0, atol=0)
 
 
-def test_clip_features_are_asked_for_and_refused():
-    with_clip = family_of(KINDS["i2v with CLIP"]).model_class(KINDS["i2v with CLIP"])(KINDS["i2v with CLIP"])
-    with pytest.raises(ValueError, match="needs CLIP features"):
-        with_clip.prepare_text(torch.zeros(1, 4, 48))
-    with pytest.raises(ValueError, match="takes none"):
-        WanModel(SMALL).prepare_text(torch.zeros(1, 4, 48), torch.zeros(1, 257, 40))
-
-
 def test_bf16_stays_close_to_fp32():
     ours, _ = random_pair(SMALL)
     generator = torch.Generator().manual_seed(1)
@@ -115,17 +107,10 @@ def test_rows_of_text_that_come_twice_change_nothing(pair):
     assert (more - once).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("shape", "text"),
-    [
-        ((1, 16, 1, 3, 4), (1, 4, 48)),
-        ((1, 15, 1, 4, 4), (1, 4, 48)),
-        ((1, 16, 1, 4, 4), (1, 4, 47)),
-    ],
-)
-def test_wrong_shapes_say_what_is_expected(shape, text):
+@pytest.mark.parametrize("shape", [(1, 16, 1, 3, 4), (1, 15, 1, 4, 4)])
+def test_wrong_shapes_say_what_is_expected(shape):
     with pytest.raises(ValueError, match="this model takes"):
-        WanModel(SMALL)(torch.zeros(shape), torch.zeros(1), torch.zeros(text))
+        WanModel(SMALL)(torch.zeros(shape), torch.zeros(1), torch.zeros(1, 4, 48))
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -156,5 +141,3 @@ def test_a_loaded_transformer_says_its_family_and_takes_its_inputs_by_name():
             expected = ours(x, time, ours.prepare_text(padded, **inputs))
             assert torch.equal(loaded(x, time, padded, **inputs), expected)
             torch.testing.assert_close(loaded(x, time, texts, **inputs), expected, rtol=0, atol=1e-6)
-            with pytest.raises(ValueError, match=r"inputs pose given; a model of the family wan takes (none|image)"):
-                loaded(x, time, padded, pose=x)

@@ -97,11 +97,6 @@ def test_every_token_has_the_modulation_of_its_group(video, extra):
     assert torch.equal(every, expected)
 
 
-def test_a_video_too_small_for_motion_frames_is_refused(model):
-    with pytest.raises(ValueError, match="at least 64 pixels"):
-        run(model, draw_inputs(S2V, (1, 2, 3, 4)))
-
-
 # ---------------------------------------------------------------------------------------------------------------- files
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +32,10 @@ ROPES = 2  # rotation tables that are kept: clips of a long video have up to two
 class WanModel(nn.Module):
     """Velocity of noisy latents. Built from a `DiTConfig`; weights come from `wan_core.load_dit`.
 
-    A family whose model takes more than text is a subclass. It names its inputs and overrides `prepare_text`, `embed`,
-    `run_block` and `own_attention`, as far as it needs to.
+    A family whose model takes more than text is a subclass. It overrides `prepare_text`, `embed`, `run_block` and
+    `own_attention`, as far as it needs to. What drives a video is checked where it is read, by the `inputs` of the
+    family.
     """
-
-    input_names: ClassVar[tuple[str, ...]] = ()  # what `prepare_text` takes beside text
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -79,10 +78,10 @@ class WanModel(nn.Module):
         context: text rows [B, S, text_dim] or a list of [S, text_dim], or what `prepare_text` made of them (once
         per prompt, not per step).
         info: which forward of a run this is, for the runners.
-        inputs: what `prepare_text` takes beside text (`input_names`), where it was not called before.
+        inputs: what `prepare_text` takes beside text, where it was not called before.
         Returns float32 [B, C_out, T, Y, X].
         """
-        self.check_inputs(inputs, prepared=isinstance(context, PreparedText))
+        assert not (inputs and isinstance(context, PreparedText)), "give these inputs to `prepare_text`"
         if not isinstance(context, Tensor | PreparedText):
             context = torch.stack([F.pad(rows, (0, 0, 0, self.config.text_len - len(rows))) for rows in context])
         text = context if isinstance(context, PreparedText) else self.prepare_text(context, **inputs)
@@ -102,15 +101,6 @@ class WanModel(nn.Module):
     def video_tokens(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The video's of the tokens [B, L, C] after all blocks."""
         return tokens
-
-    def check_inputs(self, inputs: dict[str, Any], *, prepared: bool) -> None:
-        """Raise ValueError for an input that this model does not take, or that comes beside prepared text."""
-        unknown = sorted(inputs.keys() - set(self.input_names))
-        if unknown:
-            taken = ", ".join(self.input_names) or "none"
-            raise ValueError(f"inputs {', '.join(unknown)} given; a model of the family {self.family} takes {taken}")
-        if prepared and inputs:
-            raise ValueError(f"{', '.join(inputs)} given beside prepared text: give them to `prepare_text`")
 
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
         """The loop over the blocks, innermost in the chain of runners: tokens [B, L, C] after all of them."""
@@ -151,15 +141,8 @@ class WanModel(nn.Module):
         """[B, S, text_dim] -> [B, text_len, C], what `CrossAttention.kv` takes. Zero-padded before the embedding, and
         the padding is attended to, as in the reference: the model was trained so. More rows are attended to as well, as
         in ComfyUI."""
-        if image is not None:
-            raise ValueError("CLIP features of an image given; this model takes none")
-        rows, width = context.shape[1:]
-        if width != self.config.text_dim:
-            raise ValueError(
-                f"text conditioning of {rows} rows x {width} given; this model takes rows of {self.config.text_dim}. "
-                "Encode the prompt with the text encoder that belongs to it."
-            )
-        weight = self.patch_embedding.weight
+        assert image is None, "this model takes no CLIP features of an image"
+        weight, rows = self.patch_embedding.weight, context.shape[1]
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_rows(rows) - rows))
         return (self.text_embedding(context),)
 
@@ -218,19 +201,6 @@ class WanModel(nn.Module):
             table = rope_table(grid, self.config.rope_axes, device)
         self._ropes[key] = table
         return table
-
-
-def check_grid(
-    given: tuple[int, int, int],
-    grid: tuple[int, int, int],
-    patch: Sequence[int],
-    name: str,
-    note: str = "they must have one size",
-) -> None:
-    """Raise ValueError unless tokens that were prepared for the grid `given` are for a video of `grid`."""
-    if given != grid:
-        sizes = ([n * side for n, side in zip(one, patch, strict=True)] for one in (given, grid))
-        raise ValueError("a {} for latents of {} given, for latents of {}: {}".format(name, *sizes, note))
 
 
 def patch_product(x: Tensor, conv: nn.Conv3d, grid: tuple[int, int, int]) -> Tensor:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -213,7 +213,6 @@ class Driving(NamedTuple):
 class AnimateModel(ImageWanModel):
     """An `ImageWanModel` that takes `pose` latents and pixels of a `face` beside the CLIP features `image`."""
 
-    input_names: ClassVar[tuple[str, ...]] = ("image", "pose", "face")
     config: AnimateConfig
 
     def __init__(self, config: AnimateConfig) -> None:
@@ -262,12 +261,6 @@ class AnimateModel(ImageWanModel):
         if driving.face is not None and driving.face[0][0].shape[1] > T:
             raise ValueError(f"a face video for {driving.face[0][0].shape[1]} latent frames given, for a video of {T}")
         if driving.pose is not None:
-            wanted = (self.config.pose_channels, x.shape[2] - 1, *x.shape[3:])
-            if driving.pose.shape[1:] != wanted:
-                raise ValueError(
-                    f"pose latents of {list(driving.pose.shape)} given; these latents need [batch, "
-                    f"{', '.join(map(str, wanted))}]: one frame less than the video, which begins with the reference"
-                )
             pose = patch_product(driving.pose.to(tokens.device), self.pose_patch_embedding, (T - 1, Y, X))
             tokens[:, Y * X :] += for_all(pose, len(tokens), "a pose")
         return tokens

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ from wan_core.models.wan.families.animate2.attention import (
 )
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.layers import rope_table
-from wan_core.models.wan.model import check_grid
-from wan_core.models.wan.prepared_text import PreparedText, own_inputs
+from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, Place
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.sdpa import SDPA
@@ -43,13 +41,12 @@ DRIVING_TIMESTEP = 1.0
 class Driving:
     """What drives the videos of a batch.
 
-    layers: keys and values [B or 1, M, H, D] of every block; None: nothing drives them. grid: frames, rows, columns of
-    the driving tokens. unconditional: of each video; one value stands for all. stays: the same on the device, bool
-    [B, 1, 1], where videos differ: copied there once, and not by every block.
+    layers: keys and values [B or 1, M, H, D] of every block; None: nothing drives them. unconditional: of each video;
+    one value stands for all. stays: the same on the device, bool [B, 1, 1], where videos differ: copied there once, and
+    not by every block.
     """
 
     layers: DeviceLayers | HostLayers | None = None
-    grid: tuple[int, int, int] = (0, 0, 0)
     log_scale: float = 0.0
     reference_strength: float = 1.0
     unconditional: tuple[bool, ...] = (False,)
@@ -81,16 +78,6 @@ class Recorded(Recording):
 class Animate2Model(ImageWanModel):
     """An `ImageWanModel` that takes a driving video, `pose`, beside the CLIP features `image`."""
 
-    input_names: ClassVar[tuple[str, ...]] = (
-        "image",
-        "pose",
-        "pose_image",
-        "pose_context",
-        "log_scale",
-        "unconditional",
-        "pose_strength",
-        "reference_strength",
-    )
     config: Animate2Config
 
     def __init__(self, config: Animate2Config) -> None:
@@ -124,13 +111,10 @@ class Animate2Model(ImageWanModel):
         """
         prepared, videos = super().prepare_text(context, image), len(context)
         without = (unconditional,) if isinstance(unconditional, bool) else tuple(unconditional)
-        if len(without) not in (1, videos):
-            raise ValueError(f"unconditional for {len(without)} videos given, and text for {videos}")
         stays = None
         if len(without) > 1:
             stays = torch.tensor(without, device=self.patch_embedding.weight.device)[:, None, None]
-        driving = Driving(None, (0, 0, 0), log_scale, reference_strength, without, videos, stays)
-        passes = 0
+        layers, passes = None, 0
         if pose is not None:
             assert image is not None  # or `embed_text` would have raised
             text = context if pose_context is None else pose_context
@@ -138,15 +122,13 @@ class Animate2Model(ImageWanModel):
             pose, text, seen = same_rows(videos, pose, text, seen)
             own = pose_context is not None or pose_image is not None
             text = super().prepare_text(text, seen) if own else prepared
-            layers, grid = self.drive(pose, text, pose_strength)
-            driving, passes = replace(driving, layers=layers, grid=grid), len(pose)
+            layers, passes = self.drive(pose, text, pose_strength), len(pose)
+        driving = Driving(layers, log_scale, reference_strength, without, videos, stays)
         return prepared._replace(own=driving, passes=passes)
 
-    def drive(
-        self, pose: Tensor, text: PreparedText, strength: float
-    ) -> tuple[DeviceLayers | HostLayers, tuple[int, int, int]]:
+    def drive(self, pose: Tensor, text: PreparedText, strength: float) -> DeviceLayers | HostLayers:
         """The pass over driving videos [B, 36, T, Y, X]: keys and values [B, M, H, D] of every block, values times
-        `strength`, and the grid."""
+        `strength`."""
         weight = self.patch_embedding.weight
         pose = pose.to(weight.device)
         grid = self.token_grid(pose)
@@ -166,14 +148,7 @@ class Animate2Model(ImageWanModel):
         inputs = BlockInputs(tokens, modulation, rope, text._replace(own=recorded), SINGLE_FORWARD, grid)
         self.runners(inputs, self.run_blocks, {Place.SCALES, Place.SHARDS})
         layers = [recorded.layers[layer] for layer in range(len(self.blocks))]
-        return HostLayers(layers, weight.device) if form.on_host else DeviceLayers(layers), grid
-
-    def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
-        driving = own_inputs(text, Driving)
-        if driving.layers is not None:
-            note = "it has one frame less than the video, which begins with the reference"
-            check_grid(driving.grid, (grid[0] - 1, *grid[1:]), self.config.patch_size, "driving video", note)
-        return super().embed(x, grid, text)
+        return HostLayers(layers, weight.device) if form.on_host else DeviceLayers(layers)
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
         driving = inputs.text.own

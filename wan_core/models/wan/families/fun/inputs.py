@@ -17,6 +17,7 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.fun import FunCameraConfig
 from wan_core.models.wan.families.wan.inputs import (
     frame_mask,
     image_channels,
@@ -68,11 +69,15 @@ def read_camera(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> I
     camera = extras.get("camera_conditions")
     if camera is None:
         return fields
-    wanted = samples.shape[2], *(vae.spatial_stride * size for size in samples.shape[3:])
-    if camera.ndim != 5 or camera.shape[2:] != wanted:
+    wanted = (
+        FunCameraConfig.camera_channels,
+        samples.shape[2],
+        *(vae.spatial_stride * size for size in samples.shape[3:]),
+    )
+    if camera.ndim != 5 or camera.shape[1:] != wanted:
         raise OptionError(
-            f"a camera of {list(camera.shape)} given for latents of {list(samples.shape)}: its frames, height and "
-            f"width must be {list(wanted)}. Give WanCameraEmbedding the size and length of the video"
+            f"a camera of {list(camera.shape)} given for latents of {list(samples.shape)}: its channels, frames, "
+            f"height and width must be {list(wanted)}. Give WanCameraEmbedding the size and length of the video"
         )
     return {**fields, "inputs": {"camera": camera.float()}}
 

@@ -20,8 +20,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.s2v import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
-from wan_core.models.wan.families.s2v.model import LEAST_MOTION
+from wan_core.models.wan.families.s2v import AUDIO_FRAMES, COMFYUI_POSITIONS, LEAST_SIDE, MOTION_PIXELS
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
@@ -55,8 +54,8 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
                 "not belong together"
             )
         inputs[name] = vae.normalise(given)
-    if "motion" in inputs and min(Y, X) < LEAST_MOTION:
-        raise OptionError(f"motion frames need a video of at least {8 * LEAST_MOTION} pixels in width and height")
+    if "motion" in inputs and vae.spatial_stride * min(Y, X) < LEAST_SIDE:
+        raise OptionError(f"motion frames need a video of at least {LEAST_SIDE} pixels in width and height")
     if extras.get(COMFYUI_POSITIONS):
         inputs["comfyui_positions"] = True
     return {"inputs": inputs}

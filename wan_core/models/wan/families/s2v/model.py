@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.s2v import AUDIO_FRAMES, INJECT_AFTER, S2VConfig
+from wan_core.models.wan.families.s2v import INJECT_AFTER, S2VConfig
 from wan_core.models.wan.families.s2v.tokens import (
     AudioEncoder,
     AudioInjector,
@@ -31,7 +31,6 @@ from wan_core.models.wan.prepared_text import PreparedText, for_all, own_inputs,
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 
 Grid = tuple[int, int, int]
-LEAST_MOTION = 8  # latent rows and columns that the largest patch of motion frames needs
 
 
 class Sound(NamedTuple):
@@ -59,7 +58,6 @@ class Sound(NamedTuple):
 class S2VModel(WanModel):
     """A `WanModel` that takes features of speech, a `reference`, `motion` frames and a `pose` video."""
 
-    input_names: ClassVar[tuple[str, ...]] = ("audio", "reference", "motion", "pose", "comfyui_positions")
     config: S2VConfig
 
     def __init__(self, config: S2VConfig) -> None:
@@ -101,7 +99,6 @@ class S2VModel(WanModel):
         self, x: Tensor, modulation: Tensor, text: PreparedText, info: ForwardInfo, grid: Grid
     ) -> BlockInputs:
         sound = own_inputs(text, Sound)
-        check_sizes(sound, x, modulation.shape[1], self.config)
         tokens = self.embed(x, grid, text)
         motion = sound.motion is not None
         rope = self.positions(grid, x.device, sound.reference is not None, motion, motion and sound.comfyui)
@@ -156,32 +153,3 @@ def groups(modulation: Tensor, still: Tensor, video: int, length: int) -> Tensor
     unit = math.gcd(video, length)
     rows = modulation.expand(-1, video // unit, -1, -1)
     return torch.cat([rows, still.expand(len(modulation), (length - video) // unit, -1, -1)], 1)
-
-
-def check_sizes(sound: Sound, x: Tensor, rows: int, config: S2VConfig) -> None:
-    """Raise ValueError where what drives the video does not fit latents x [B, 16, T, Y, X] or `rows` of modulation."""
-    T, Y, X = x.shape[2:]
-    if rows != 1:
-        raise ValueError(f"timesteps for {rows} latent frames given; this model takes one timestep for a video")
-    if sound.audio is not None and sound.audio[0].keys.shape[1] != T:
-        given = sound.audio[0].keys.shape[1] * AUDIO_FRAMES
-        raise ValueError(
-            f"{given} frames of audio features given; a video of {T} latent frames needs {T * AUDIO_FRAMES}"
-        )
-    wanted = {
-        "reference": (sound.reference, (config.in_channels, 1, Y, X)),
-        "motion": (sound.motion, (config.in_channels, None, Y, X)),
-        "pose": (sound.pose, (config.pose_channels, T, Y, X)),
-    }
-    for name, (given, shape) in wanted.items():
-        if given is None:
-            continue
-        pairs = zip(given.shape[1:], shape, strict=False)
-        if given.ndim != 5 or 0 in given.shape or any(side not in (None, one) for one, side in pairs):
-            sides = ", ".join("frames" if side is None else str(side) for side in shape)
-            raise ValueError(f"{name} latents of {list(given.shape)} given; these latents need [batch, {sides}]")
-    if sound.motion is not None and min(Y, X) < LEAST_MOTION:
-        raise ValueError(
-            f"motion frames of {Y} x {X} latents given; their largest patch is {LEAST_MOTION} x {LEAST_MOTION}: "
-            f"make the video at least {8 * LEAST_MOTION} pixels wide and high, or leave motion out"
-        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.layers import Block
-from wan_core.models.wan.model import WanModel, check_grid
+from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs
 from wan_core.ops.attention.protocol import AttentionCall
@@ -31,13 +31,12 @@ class Control:
     """The control videos of a batch.
 
     patches: [B or 1, N, L, channels of a patch]; fewer rows serve several branches of the same videos. None: nothing
-    controls the video. scale: float32 [B or 1, N]. grid: token frames, rows, columns. chains: of the forward that runs:
-    tokens [B, L, C] of every chain, as its last block left them.
+    controls the video. scale: float32 [B or 1, N]. chains: of the forward that runs: tokens [B, L, C] of every chain,
+    as its last block left them.
     """
 
     patches: Tensor | None
     scale: Tensor
-    grid: tuple[int, int, int]
     videos: int
     chains: list[Tensor] = field(default_factory=list)
 
@@ -68,7 +67,6 @@ class VaceBlock(Block):
 
 
 class VaceModel(WanModel):
-    input_names: ClassVar[tuple[str, ...]] = ("control", "control_scale")
     config: VaceConfig
 
     def __init__(self, config: VaceConfig) -> None:
@@ -88,7 +86,7 @@ class VaceModel(WanModel):
 
         control: [1 or B, 96, T, Y, X]: normalised latents of what stays and of what changes, and the mask; or several
         such videos, [1 or B, N, 96, T, Y, X]. None: the VACE blocks do not run. control_scale: how much each counts, a
-        number for all, or one for each: [N] or [1 or B, N]. Raises ValueError.
+        number for all, or one for each: [N] or [1 or B, N].
         """
         embedded = self.embed_text(context, image)
         keys_values = [self._keys_values(layer, embedded) for layer in range(len(self.blocks))]
@@ -104,26 +102,12 @@ class VaceModel(WanModel):
         scales = torch.as_tensor(scale, dtype=torch.float32, device=weight.device)
         scales = scales if scales.ndim == 2 else scales.reshape(1, -1)
         if control is None:
-            return Control(None, scales, (0, 0, 0), videos)
+            return Control(None, scales, videos)
         control = control[:, None] if control.ndim == 5 else control
-        if control.ndim != 6 or control.shape[2] != self.config.vace_channels or videos % len(control):
-            raise ValueError(
-                f"a control video of {list(control.shape)} given for {videos} videos; this model takes [1 or batch, "
-                f"{self.config.vace_channels}, frames, rows, columns], or several of them along a second axis"
-            )
-        if scales.shape[1] not in (1, control.shape[1]) or len(scales) not in (1, videos):
-            raise ValueError(f"{scales.numel()} control scales given, and {control.shape[1]} control videos")
         T, Y, X = (size // side for size, side in zip(control.shape[3:], (pt, py, px), strict=True))
         patches = control.to(weight.device, weight.dtype).unflatten(5, (X, px)).unflatten(4, (Y, py))
         patches = patches.unflatten(3, (T, pt)).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).flatten(5).flatten(2, 4)
-        return Control(patches, scales.expand(-1, control.shape[1]), (T, Y, X), videos)
-
-    def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
-        control = own_inputs(text, Control)
-        if control.patches is not None:
-            note = "they must have one size, reference frames included"
-            check_grid(control.grid, grid, self.config.patch_size, "control video", note)
-        return super().embed(x, grid, text)
+        return Control(patches, scales.expand(-1, control.shape[1]), videos)
 
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
         own = replace(own_inputs(inputs.text, Control), chains=[])
@@ -141,7 +125,8 @@ class VaceModel(WanModel):
         # What was chosen for the block beside it.
         block.self_attn.attend, block.parts = self.blocks[layer].self_attn.attend, self.blocks[layer].parts
         kv, added = inputs.text.keys_values[len(self.blocks) + number], []
-        factors = factors_for(factors, len(control.chains))
+        factors = (1.0,) if factors is None else factors
+        factors = factors * len(control.chains) if len(factors) == 1 else factors
         for n, chain in enumerate(control.chains):
             if not factors[n]:  # what it would add is zero
                 continue
@@ -160,11 +145,3 @@ class VaceModel(WanModel):
         conv = self.vace_patch_embedding
         some = patches if order is None else patches[:, :, order]
         return [F.linear(one, conv.weight.flatten(1), conv.bias) for one in some.unbind(1)]
-
-
-def factors_for(factors: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
-    """One for each of so many control videos. Raises ValueError."""
-    of_each = (1.0,) * count if factors is None else factors * count if len(factors) == 1 else factors
-    if len(of_each) != count:
-        raise ValueError(f"the plan has factors for {len(of_each)} control videos, and {count} are given")
-    return of_each

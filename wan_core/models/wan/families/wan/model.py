@@ -7,8 +7,6 @@ Source: Wan2.1/wan/modules/model.py, MLPProj and WanI2VCrossAttention.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
@@ -59,8 +57,6 @@ class ImageCrossAttention(CrossAttention):
 class ImageWanModel(WanModel):
     """A `WanModel` whose prompts have the tokens of an image beside them."""
 
-    input_names: ClassVar[tuple[str, ...]] = ("image",)
-
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
         assert config.image_dim is not None
@@ -70,9 +66,6 @@ class ImageWanModel(WanModel):
 
     def embed_text(self, context: Tensor, image: Tensor | None) -> tuple[Tensor, ...]:
         """The text's tokens [B, S, C], and the image's [B, N, C] of CLIP features [B, N, image_dim]."""
-        width = self.config.image_dim
-        if image is None or image.ndim != 3 or image.shape[-1] != width:
-            given = "none were given" if image is None else f"{list(image.shape)} were given"
-            raise ValueError(f"this model needs CLIP features of an image [batch, tokens, {width}]; {given}")
+        assert image is not None, "this model needs CLIP features of an image"
         (text,) = super().embed_text(context, None)
         return text, self.img_emb(image.to(text.device, text.dtype))
