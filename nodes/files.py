@@ -42,7 +42,7 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
 
 def words_of(part: Part, computing: str) -> str:
     size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
-    stored = name_of(part.stored) if part.packed is None else part.packed.fmt
+    stored = part.packed.fmt if part.packed is not None else "fp8" if part.scaled else name_of(part.stored)
     return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
 
 

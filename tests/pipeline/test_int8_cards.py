@@ -20,8 +20,8 @@ from wan_core.checkpoint import Checkpoint, load_dit, load_vae
 from wan_core.checkpoint.comfyui_tensors import METADATA_KEY
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import Lora, read_lora
-from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import TensorInfo, from_state_dict
+from wan_core.checkpoint.packed_matrices import with_packed
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request

@@ -17,28 +17,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, TensorInfo, listing
 from wan_core.config.limits import MAX_DESCRIPTION
-from wan_core.ops.kernels.formats import FP8
-from wan_core.ops.kernels.integer_weights import IntegerFormat, integer_format, is_rotation
+from wan_core.ops.kernels.integer_weights import IntegerFormat, is_rotation
 
 SUFFIX = ".comfy_attention.config"
 
 
-def without_preferences(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` without attention preferences. Raises CheckpointError for a file that holds nothing else."""
-    tensors = {name: info for name, info in checkpoint.tensors.items() if not name.endswith(SUFFIX)}
-    if not tensors:
-        raise CheckpointError(
-            "it holds no weights, only which attention ComfyUI should use; here the option attention decides: leave "
-            "the file out"
-        )
-    return replace(checkpoint, tensors=tensors)
+def is_preference(name: str) -> bool:
+    return name.endswith(SUFFIX)
 
 
 ROTATION = 256  # columns, where a rotated matrix does not say
@@ -52,7 +42,7 @@ INTEGER_PARTS = {
 OPTIONAL = {"asym_w4a8_int8": ("weight_codebook",)}
 METADATA_KEY = "_quantization_metadata"
 DESCRIPTION = "comfy_quant"
-SCALED = ("float8_e4m3fn", "float8_e5m2")  # `scaled` reads these
+SCALED = ("float8_e4m3fn", "float8_e5m2")
 PARTS = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), **INTEGER_PARTS}
 """Packed format -> its parts beside `weight`."""
 KNOWN = (*SCALED, *PARTS)
@@ -67,7 +57,7 @@ def descriptions(checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
         module, _, last = name.rpartition(".")
         if last == DESCRIPTION:
             stored[module] = _in_tensor(checkpoint, name)
-        elif _COMFYUI.search(name) and not name.endswith(SUFFIX):
+        elif _COMFYUI.search(name) and not is_preference(name):
             raise CheckpointError(
                 f"it has the tensor {name[:120]} of a ComfyUI newer than this version: known are .{DESCRIPTION} and "
                 f"{SUFFIX}. Update WanCore, or use a file of bf16."
@@ -169,16 +159,3 @@ def matrix_shape(fmt: IntegerFormat, parts: Mapping[str, TensorInfo]) -> tuple[i
         if parts[name].shape not in shapes or not number:
             return None
     return n, k
-
-
-def read_integers(text: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts of a matrix of format `text` as `kernels.integer_weights` takes them."""
-    fmt = integer_format(text)
-    assert fmt is not None
-    parts = {"weight": stored["weight"].view(torch.int8)}
-    for name, value in stored.items():
-        if name == "weight_s_rel":
-            parts[name] = value.view(FP8) if value.dtype == torch.uint8 else value
-        elif name != "weight":
-            parts[name] = value.float().reshape(-1)
-    return parts

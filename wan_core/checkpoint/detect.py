@@ -21,7 +21,6 @@ from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config, unwr
 from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.checkpoint.scaled import find_scales
 from wan_core.config.file_names import read_name
 from wan_core.models.audio.wav2vec2 import SpeechConfig, SpeechEncoder
 from wan_core.models.text.umt5 import TextConfig, UMT5Encoder
@@ -51,15 +50,13 @@ MAX_PREFIX = 4  # words in front of all names; files have two
 @dataclass(frozen=True)
 class Detected:
     """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps
-    what else the file holds for us (`spiece_model`) to its name there; `scales` maps official names of FP8 weights to
-    the name of their scale there."""
+    what else the file holds for us (`spiece_model`) to its name there."""
 
     kind: Kind
     layout: str
     config: Config
     names: Mapping[str, str]
     extras: Mapping[str, str]
-    scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def detect(source: Source, expected: Kind | None = None, family: str | None = None) -> Detected:
@@ -75,8 +72,7 @@ def detect(source: Source, expected: Kind | None = None, family: str | None = No
 
 def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None) -> Detected:
     embedded = next((name for name in checkpoint.tensors if name.rpartition(".")[2] == TOKENIZER), None)
-    scaled = find_scales(checkpoint)
-    names = [name for name in checkpoint.tensors if name != embedded and name not in scaled.names]
+    names = [name for name in checkpoint.tensors if name != embedded]
     _refuse_extended(names, expected)
     layout, official = _find_layout(names, expected, family or _claimed(checkpoint.metadata))
     if family is None and layout.kind == "dit":
@@ -104,8 +100,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
             f"{label}, but {len(odd)} weights are {dtype} ({listing(odd)}), which is not supported yet."
         )
     extras = {TOKENIZER: embedded} if embedded else {}
-    scales = {ours: scaled.scales[theirs] for ours, theirs in reached.items() if theirs in scaled.scales}
-    return Detected(layout.kind, layout.name, config, reached, extras, scales)
+    return Detected(layout.kind, layout.name, config, reached, extras)
 
 
 # --------------------------------------------------------------------------------------------------------- which layout

@@ -26,7 +26,6 @@ from torch import Tensor
 from wan_core.checkpoint.detect import TOKENIZER, Detected, empty_module
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.audio.wav2vec2 import GROUPS, STRIDES, SpeechConfig, SpeechEncoder
 from wan_core.models.audio.wav2vec2 import HEAD_DIM as SPEECH_HEAD_DIM
 from wan_core.models.text.tokenizer import Tokenizer
@@ -76,7 +75,6 @@ def find_vision(checkpoint: Checkpoint) -> FoundVision:
 
 
 def _find_vision(checkpoint: Checkpoint) -> FoundVision:
-    refuse_scaled(checkpoint)
     for layout, (column, prefix, inner) in _LAYOUTS.items():
         start = prefix + inner
         layers = {int(m[1]) for name in checkpoint.tensors if (m := re.match(re.escape(start) + r"(\d{1,6})\.", name))}
@@ -212,7 +210,6 @@ def find_speech(checkpoint: Checkpoint) -> SpeechConfig:
     """What the encoder in `checkpoint` is, by names and shapes. Raises CheckpointError."""
     shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
     with naming(checkpoint.where):
-        refuse_scaled(checkpoint)
         return _speech_config(shapes)
 
 

@@ -26,7 +26,6 @@ from wan_core.checkpoint import gguf_tokenizer
 from wan_core.checkpoint.opened import (
     Checkpoint,
     CheckpointError,
-    Read,
     TensorInfo,
     check_names,
     listing,
@@ -36,7 +35,6 @@ from wan_core.checkpoint.opened import (
 from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
 from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 from wan_core.ops.kernels.gguf_blocks import FORMATS
-from wan_core.ops.quant.packed import Packed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -170,11 +168,6 @@ def open_gguf(path: Path) -> Checkpoint:
         info = stored_infos[name]
         return _view(mapping, info.dtype, info.nbytes // info.dtype.itemsize, offsets[name]).reshape(info.shape)
 
-    def packed(name: str, read: Read | None) -> Packed:
-        info = tensors[name]
-        assert info.packing is not None
-        return Packed(info.packing, info.shape, {"weight": (read or plain)(blocks[name][0])})
-
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in metadata.items()
@@ -183,7 +176,7 @@ def open_gguf(path: Path) -> Checkpoint:
     places = {name: (path, offset) for name, offset in offsets.items()}
     parts = {name: dict([one]) for name, one in blocks.items()}
     tokenizer = _tokenizer(cursor, metadata)
-    return Checkpoint(short_path(path), path, tensors, texts, plain, packed, tokenizer, places=places, parts=parts)
+    return Checkpoint(short_path(path), path, tensors, texts, plain, tokenizer, places=places, parts=parts)
 
 
 def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:

@@ -31,7 +31,7 @@ from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
+from wan_core.ops.kernels.formats import FP8
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import Packed, PackedLinear, holds_tables, put_packed
@@ -206,14 +206,12 @@ class StoredValues:
         checkpoint = open_checkpoint(self.source)
         return checkpoint, detect(checkpoint, "dit")
 
-    def read(self, name: str) -> Tensor | Quantized | Packed:
+    def read(self, name: str) -> Tensor | Packed:
         """The parameter of an official name, on the CPU. Raises `CheckpointError`: the file is there no longer."""
         checkpoint, detected = self.opened
         theirs = detected.names[name]
-        if checkpoint.tensors[theirs].packing is not None:
-            return checkpoint.read_packed(theirs)
-        stored = checkpoint.read(theirs)
-        return Quantized(stored, checkpoint.read(detected.scales[name]).float()) if name in detected.scales else stored
+        packed = checkpoint.tensors[theirs].packing is not None
+        return checkpoint.read_packed(theirs) if packed else checkpoint.read(theirs)
 
 
 @dataclass(frozen=True)
@@ -270,34 +268,29 @@ class _Conversion:
         theirs = self.detected.names[ours]
         if self._stays_packed(ours) and not self.reads_ahead:
             return []
-        if self.checkpoint.tensors[theirs].packing is not None:
-            return list(self.checkpoint.parts.get(theirs, ()))
-        return [theirs, self.detected.scales[ours]] if ours in self.detected.scales else [theirs]
+        return list(self.checkpoint.parts.get(theirs, (theirs,)))
 
-    def _stored(self, ours: str, read: Callable[[str], Tensor]) -> Tensor | Quantized | Packed:
-        """A parameter before changes. FP8 weights with scales stay so for the linears that are quantised, and are
-        multiplied out for others. What is packed stays so, for `_converted`."""
+    def _stored(self, ours: str, read: Callable[[str], Tensor]) -> Tensor | Packed:
+        """A parameter before changes. What is packed stays so, for `_converted`; but FP8 with scales is multiplied out
+        where no linear of this precision takes it."""
         theirs, module = self.detected.names[ours], ours.rpartition(".")[0]
+        packing = self.checkpoint.tensors[theirs].packing
         if self._stays_packed(ours) and not self.reads_ahead:
             return self.packed[module]
-        if self.checkpoint.tensors[theirs].packing is not None:
-            return self.checkpoint.read_packed(theirs, read)
-        stored = read(theirs)
-        if ours not in self.detected.scales:
-            return _moved(stored, self.work, stored.dtype if self._keeps_own(ours, stored.dtype) else self.main)
-        scale = read(self.detected.scales[ours])
-        if self._stays_packed(ours):
-            return self.packed[module]._replace(parts={"weight": stored, "weight_scale": scale.float()})
-        data, scale = stored.to(self.work), scale.to(self.work)
-        if module in self.quantized and data.dtype == FP8:
-            return Quantized(data, scale.float())
-        return (data.float() * spread_scale(scale, data.shape)).to(self.main)
+        if packing is None:
+            return _moved(stored := read(theirs), self.work, self._dtype(ours, stored.dtype))
+        value = self.checkpoint.read_packed(theirs, read)
+        if packing != "fp8" or self._stays_packed(ours):
+            return value
+        value = value.to(self.work)
+        return value if module in self.quantized and value.parts["weight"].dtype == FP8 else value.dequantize(self.main)
 
-    def _keeps_own(self, ours: str, dtype: torch.dtype) -> bool:
+    def _dtype(self, ours: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a parameter that is not quantised."""
         is_free = self.asked is None and self.detected.kind == "dit" and _FREE.fullmatch(ours) is not None
-        return is_free and dtype in LOADABLE
+        return stored if is_free and stored in LOADABLE else self.main
 
-    def _converted(self, ours: str, value: Tensor | Quantized | Packed) -> Mapping[str, Tensor]:
+    def _converted(self, ours: str, value: Tensor | Packed) -> Mapping[str, Tensor]:
         """Parameter name -> value, of what `_stored` gives, changes summed in."""
         module, _, parameter = ours.rpartition(".")
         if isinstance(value, Packed) and self._stays_packed(ours):
@@ -305,13 +298,11 @@ class _Conversion:
         if module in self.quantized and parameter == "weight":
             assert self.quantization is not None
             return {f"{module}.{part}": tensor for part, tensor in encoded_weight(value, self.quantization).items()}
-        if self.checkpoint.tensors[self.detected.names[ours]].packing is not None:
-            dtype = torch.float32 if self._keeps_own(ours, torch.float32) else self.main
-            if isinstance(value, Packed):
-                value = value.to(self.work).dequantize(dtype)
-            assert isinstance(value, Tensor), "only quantised linears are handed FP8"
-            value = value.to(dtype)
-        assert isinstance(value, Tensor), "only quantised linears are handed FP8"
+        packing = self.checkpoint.tensors[self.detected.names[ours]].packing
+        if packing not in (None, "fp8"):
+            dtype = self._dtype(ours, torch.float32)
+            value = value.to(self.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
+        assert isinstance(value, Tensor)
         return {ours: value}
 
 
@@ -339,9 +330,6 @@ def _staying_packed(
             continue
         elif info.packing is not None:
             packed[name] = checkpoint.read_packed(theirs)
-        elif ours in detected.scales:
-            parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(detected.scales[ours]).float()}
-            packed[name] = Packed("fp8", info.shape, parts)
     return packed, frozenset(int8)
 
 
@@ -362,7 +350,7 @@ def _stored_so(names: frozenset[str], checkpoint: Checkpoint, detected: Detected
         return [f"{block}.{part}" for part in "qkv"] if block.endswith("self_attn") and last in "qkv" else [name]
 
     def stored(name: str) -> bool:
-        return name in detected.scales or checkpoint.tensors[detected.names[name]].packing is not None
+        return checkpoint.tensors[detected.names[name]].packing is not None
 
     return frozenset(name for name in names if all(stored(f"{part}.weight") for part in whole(name)))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wan_core.config import UserError
 from wan_core.config.limits import MAX_NAME, MAX_NAMES, MAX_TENSORS
-from wan_core.ops.quant.packed import Packed
+from wan_core.ops.quant.packed import Packed, stored_parts
 
 
 class CheckpointError(UserError):
@@ -63,7 +63,6 @@ class TensorInfo:
 
 
 Read = Callable[[str], Tensor]
-ReadPacked = Callable[[str, Read | None], Packed]
 
 
 def part_name(name: str, part: str) -> str:
@@ -77,7 +76,8 @@ class Readers:
 
     count, index: how many they are, and which one is this. device: where parts are gathered. small: tensors of at most
     so many bytes everyone reads whole. gather(whole, own): `whole` is uint8 [count * n] on the device, `own` the view
-    of it [n] that this process has filled; work that is queued on the current stream afterwards finds all of it.
+    of it [n] that this process has filled; work that is queued on the current stream afterwards finds all of it. read:
+    a whole tensor on the device, of those that nobody reads ahead.
     """
 
     count: int
@@ -85,6 +85,7 @@ class Readers:
     device: torch.device
     small: int
     gather: Callable[[Tensor, Tensor], None]
+    read: Read
 
     def part(self, nbytes: int) -> int:
         """Bytes of each one's part of a tensor; that of the last ones may reach beyond its end. A multiple of 16, as
@@ -108,7 +109,6 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     reader: Read
-    packed_reader: ReadPacked | None = None
     tokenizer: Callable[[], bytes] | None = None
     places: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
     readers: Readers | None = None
@@ -128,8 +128,10 @@ class Checkpoint:
     def read_packed(self, name: str, read: Read | None = None) -> Packed:
         """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file. read:
         gives the parts instead, in their order."""
-        assert self.packed_reader is not None, "nothing in this file is packed"
-        return self.packed_reader(name, read)
+        info = self.info(name)
+        assert info.packing is not None
+        stored = {part.rpartition(":")[2]: (read or self.reader)(part) for part in self.parts[name]}
+        return Packed(info.packing, info.shape, stored_parts(info.packing, stored))
 
     def info(self, name: str) -> TensorInfo:
         """The shape, dtype and size of a tensor, or of one part of a packed tensor. Raises CheckpointError."""
@@ -214,8 +216,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
         path,
         tensors,
         merged,
-        lambda name: owner[name].read(name),
-        lambda name, read: owner[name].read_packed(name, read),
+        lambda name: owner[name].reader(name),
         places=places,
         parts=parts,
     )

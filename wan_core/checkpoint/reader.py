@@ -18,9 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.comfyui_tensors import without_preferences
 from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
-from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import (
     Checkpoint,
     CheckpointError,
@@ -32,6 +30,7 @@ from wan_core.checkpoint.opened import (
     naming,
     short_path,
 )
+from wan_core.checkpoint.packed_matrices import with_packed
 from wan_core.checkpoint.pickle_file import open_pickle
 from wan_core.checkpoint.safetensors_file import open_safetensors
 from wan_core.config.checks import near_file
@@ -147,11 +146,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     with naming("the given state dict" if isinstance(source, Mapping) else short_path(Path(source))):
-        if isinstance(source, Mapping):
-            opened = with_packed(from_state_dict(source, "the given state dict"))
-        else:
-            opened = _open_path(Path(source))
-        return with_assembled(without_preferences(opened))
+        in_memory = isinstance(source, Mapping)
+        opened = from_state_dict(source, "the given state dict") if in_memory else _open_path(Path(source))
+        return with_assembled(with_packed(opened))
 
 
 def _open_path(path: Path) -> Checkpoint:
@@ -169,26 +166,22 @@ def _open_path(path: Path) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    with naming(short_path(path)):
-        return with_packed(_open_format(path))
-
-
-def _open_format(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         head = file.read(512)
-    if head[8:9] == b"{" and not head.startswith(MAGIC):
-        return open_safetensors(path)
-    if head.startswith(b"PK\x03\x04"):
-        return open_pickle(path)
-    if head.startswith(MAGIC):
-        return open_gguf(path)
-    for recognise, fault in _UNSUPPORTED:
-        if recognise(head):
-            raise CheckpointError(fault)
-    raise CheckpointError(
-        f"neither a safetensors, a torch nor a GGUF file: it begins with {head[:8].hex(' ')}. Download or convert it "
-        "again."
-    )
+    with naming(short_path(path)):
+        if head[8:9] == b"{" and not head.startswith(MAGIC):
+            return open_safetensors(path)
+        if head.startswith(b"PK\x03\x04"):
+            return open_pickle(path)
+        if head.startswith(MAGIC):
+            return open_gguf(path)
+        for recognise, fault in _UNSUPPORTED:
+            if recognise(head):
+                raise CheckpointError(fault)
+        raise CheckpointError(
+            f"neither a safetensors, a torch nor a GGUF file: it begins with {head[:8].hex(' ')}. Download or convert "
+            "it again."
+        )
 
 
 PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")

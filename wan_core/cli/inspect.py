@@ -116,8 +116,8 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     config = model.config
     about: dict[str, Any] = {"kind": KINDS[model.kind], "layout": model.layout}
     about["parameters"] = sum(prod(checkpoint.tensors[name].shape) for name in model.names.values())
-    if model.scales:
-        about["scaled"] = f"{len(model.scales)} FP8 matrices with scales"
+    if scaled := sum(info.packing == "fp8" for info in checkpoint.tensors.values()):
+        about["scaled"] = f"{scaled} FP8 matrices with scales"
     if isinstance(config, DiTConfig):
         if path.parent.resolve() == TINY.resolve():
             about["family"] = "the embedded model"

@@ -38,8 +38,8 @@ QUANTIZED = "sharding supports bf16 and fp32 only; FP8 weights are half as large
 
 
 def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, turn: Callable[[], None] = lambda: None) -> Checkpoint:
-    """`checkpoint` with a `read` that returns a tensor on this rank's device and reads it once per host. All ranks of
-    the host must read the same tensors in the same order; several checkpoints take turns (`Reading.turn`)."""
+    """`checkpoint` with readers that read each tensor once per host, onto this rank's device. All ranks of the host
+    must read the same tensors in the same order; several checkpoints take turns (`Reading.turn`)."""
     if ranks.host.size == 1:
         return checkpoint
     parts = [part for several in checkpoint.parts.values() for part in several]
@@ -50,8 +50,6 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, turn: Callable[[]
         turn()
         all_gather(whole, own, host)
 
-    readers = Readers(host.size, host.index, ranks.device, SMALL, gather)
-
     def read(name: str) -> Tensor:
         turn()
         stored = checkpoint.read(name)
@@ -59,7 +57,8 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, turn: Callable[[]
             return gather_read(stored, readers)
         return broadcast_read(stored, host, ranks.device, order[name] % host.size)
 
-    return replace(checkpoint, reader=read, readers=readers)
+    readers = Readers(host.size, host.index, ranks.device, SMALL, gather, read)
+    return replace(checkpoint, readers=readers)
 
 
 def gather_read(stored: Tensor, readers: Readers) -> Tensor:
@@ -103,7 +102,7 @@ def load_sharded_dit(
     turn()
     checkpoint = open_checkpoint(path)
     detected = detect(checkpoint, "dit", family)
-    if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
+    if any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.where}: {QUANTIZED}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
     shard_blocks(model, ranks)

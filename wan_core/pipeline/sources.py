@@ -235,7 +235,7 @@ def recognise(
     quantized = [
         checkpoint.tensors[theirs]
         for ours, theirs in detected.names.items()
-        if (ours in detected.scales or checkpoint.tensors[theirs].packing) and in_block(detected, ours)
+        if checkpoint.tensors[theirs].packing and in_block(detected, ours)
     ]
     return Part(
         f"{checkpoint.where} ({detected.layout})",
@@ -255,7 +255,7 @@ def recognise(
         memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
         stored_bytes=sum(info.nbytes for info in infos),
-        scaled=bool(detected.scales),
+        scaled=any(info.packing == "fp8" for info in infos),
         packed=packed_size(checkpoint, detected),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
@@ -276,10 +276,9 @@ def packed_size(checkpoint: Checkpoint, detected: Detected) -> PackedSize | None
     parameters = 0
     for ours, theirs in detected.names.items():
         info = checkpoint.tensors[theirs]
-        fmt = info.packing or ("fp8" if ours in detected.scales else None)
         table = ours == "token_embedding.weight" and holds_tables(info.packing)
-        if fmt is not None and (table or in_block(detected, ours)):
-            sizes[fmt] = sizes.get(fmt, 0) + info.nbytes
+        if info.packing is not None and (table or in_block(detected, ours)):
+            sizes[info.packing] = sizes.get(info.packing, 0) + info.nbytes
             parameters += prod(info.shape)
     if not sizes or (detected.kind == "dit" and set(sizes) == {"fp8"}):
         return None

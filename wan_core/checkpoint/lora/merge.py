@@ -30,9 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.ops.kernels.formats import Quantized, spread_scale
 from wan_core.ops.quant.packed import Packed
-from wan_core.ops.quant.swap import device_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,7 +140,7 @@ class Merge:
                 if name not in self.changes:
                     yield name, value
                     continue
-                device = self.device if isinstance(value, Packed) else device_of(value)
+                device = self.device if isinstance(value, Packed) else value.device
                 total = dense(value, self.device)
                 for change, strength in ahead.take(name):
                     total = change.apply(total, strength)
@@ -263,11 +261,8 @@ def _padded(factor: Tensor) -> int:
     return -(-factor.nbytes // ALIGNED) * ALIGNED
 
 
-def dense(value: Any, device: torch.device) -> Tensor:
-    """A stored value (a tensor, scaled FP8 or packed) as a new float32 tensor on `device`."""
-    if isinstance(value, Quantized):
-        data, scale = value.data.to(device).to(torch.float32, copy=True), value.scale.to(device)
-        return data.mul_(spread_scale(scale, data.shape))
+def dense(value: Tensor | Packed, device: torch.device) -> Tensor:
+    """A stored value as a new float32 tensor on `device`."""
     if isinstance(value, Packed):
         return value.to(device).dequantize(torch.float32)
     return value.to(device, torch.float32, copy=True)

@@ -18,6 +18,11 @@ from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized,
 from wan_core.ops.quant.linear import QuantLinear
 
 
+def _is_e4m3(stored: Any) -> bool:
+    """Whether a `Packed` is FP8 as these linears multiply it."""
+    return stored.fmt == "fp8" and stored.parts["weight"].dtype == FP8
+
+
 class Fp8Linear(QuantLinear):
     """What the three granularities share."""
 
@@ -62,14 +67,15 @@ class Fp8RowLinear(Fp8Linear):
 
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
-        if not isinstance(stored, Quantized):
+        if not _is_e4m3(stored):
             return None
-        rows = len(stored.data)
-        if stored.scale.numel() == 1:  # one number serves every channel
-            return {"weight": stored.data, "weight_scale": stored.scale.reshape(1, 1).repeat(rows, 1)}
-        if stored.scale.numel() != rows or len(stored.scale) != rows:
+        weight, scale = stored.parts["weight"], stored.parts["weight_scale"]
+        rows = len(weight)
+        if scale.numel() == 1:  # one number serves every channel
+            return {"weight": weight, "weight_scale": scale.reshape(1, 1).repeat(rows, 1)}
+        if scale.numel() != rows or len(scale) != rows:
             return None
-        return {"weight": stored.data, "weight_scale": stored.scale.reshape(rows, 1)}
+        return {"weight": weight, "weight_scale": scale.reshape(rows, 1)}
 
     def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
         rows = scale.flatten(0, -2) if scale.ndim > 1 else scale.expand(len(data), 1)  # one scale serves every row
@@ -94,9 +100,9 @@ class Fp8TensorLinear(Fp8Linear):
 
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
-        if not isinstance(stored, Quantized) or stored.scale.numel() != 1:
+        if not _is_e4m3(stored) or stored.parts["weight_scale"].numel() != 1:
             return None
-        return {"weight": stored.data, "weight_scale": stored.scale.reshape(1)}
+        return {"weight": stored.parts["weight"], "weight_scale": stored.parts["weight_scale"].reshape(1)}
 
     def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
         return torch.ops.aten._scaled_mm(
@@ -126,9 +132,8 @@ class Fp8BlockLinear(Fp8Linear):
 
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
-        if not isinstance(stored, Quantized) or stored.scale.shape != cls.scale_shape(*stored.data.shape):
-            return None
-        return {"weight": stored.data, "weight_scale": stored.scale}
+        fits = _is_e4m3(stored) and stored.parts["weight_scale"].shape == cls.scale_shape(*stored.shape)
+        return dict(stored.parts) if fits else None
 
     @classmethod
     def why_not_shape(cls, n: int, k: int) -> str | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from wan_core.ops.cards import TURING, capability, card_of
 from wan_core.ops.custom_ops import operator
-from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.kernels.integer_weights import (
     IntegerFormat,
     as_int8,
@@ -211,7 +210,7 @@ class Int8Linear(QuantLinear):
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
         """Packed INT8 of the same rotation is taken as it is."""
-        if isinstance(stored, Quantized) or stored.fmt != row_format(stored.shape[1]):
+        if stored.fmt != row_format(stored.shape[1]):
             return None
         scale = stored.parts["weight_scale"].float().reshape(-1, 1)
         return {"weight": stored.parts["weight"], "weight_scale": scale.expand(stored.shape[0], 1).contiguous()}

@@ -114,8 +114,8 @@ class QuantLinear(LowRank):
 
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
-        """`weight` and `weight_scale` from a weight that a file stores quantised, unchanged; None if it is of another
-        format. stored: a `Packed`, or a `Quantized` with a scale of one number, [N] or [N, 1], or [N/128, K/128]."""
+        """`weight` and `weight_scale` from a `Packed` that a file stores, unchanged; None if it is of another format.
+        The scale of FP8 has one number, or the shape [N], [N, 1] or [N/128, K/128]."""
         return None
 
     @property

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.ops.kernels import gguf_blocks
-from wan_core.ops.kernels.formats import spread_scale
+from wan_core.ops.kernels.formats import FP8, spread_scale
 from wan_core.ops.kernels.integer_weights import NAMES as INTEGERS
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant import int8, mx
@@ -54,6 +54,27 @@ class Packed(NamedTuple):
         return unpack(self.fmt, self.parts, dtype).reshape(self.shape)
 
 
+def stored_parts(fmt: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of a matrix as its kernels take them, of those of a file, where dtypes of bytes and shapes of scales
+    differ."""
+    parts = dict(stored)
+    if fmt in MICROSCALED:
+        parts["weight_scale"] = parts["weight_scale"].view(torch.uint8)
+        if "weight_scale_2" in parts:
+            parts["weight_scale_2"] = parts["weight_scale_2"].reshape(()).float()
+    elif fmt == "fp8":
+        parts["weight_scale"] = parts["weight_scale"].float()
+    elif integer_format(fmt) is not None:
+        for name, value in stored.items():
+            if name == "weight":
+                parts[name] = value.view(torch.int8)
+            elif name == "weight_s_rel":
+                parts[name] = value.view(FP8) if value.dtype == torch.uint8 else value
+            else:
+                parts[name] = value.float().reshape(-1)
+    return parts
+
+
 def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The numbers of a packed matrix, computed in float32 and rounded once."""
     weight = parts["weight"]
@@ -62,7 +83,7 @@ def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     if fmt in MICROSCALED:
         return mx.unpack(weight, parts["weight_scale"], parts.get("weight_scale_2"), fmt, dtype)
     if fmt == "fp8":
-        return (weight.float() * spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
+        return weight.to(torch.float32, copy=True).mul_(spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
     return int8.unpack(fmt, parts, dtype)
 
 

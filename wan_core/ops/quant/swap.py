@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.config import OptionError
-from wan_core.ops.kernels.formats import Quantized, spread_scale
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.packed import Packed
 
@@ -48,27 +47,11 @@ def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str]
         model.get_submodule(parent)._modules[last] = new
 
 
-def encoded_weight(value: Tensor | Quantized | Packed, quantization: Quantization) -> dict[str, Tensor]:
+def encoded_weight(value: Tensor | Packed, quantization: Quantization) -> dict[str, Tensor]:
     """Parameter name -> value of a linear's encoded weight, on the device of `value`; of a packed one, where it was
     encoded. A weight that the file stores in the same format is kept."""
-    encoded = _encoded(value, quantization)
-    if isinstance(value, Packed):
-        return encoded
-    return {name: tensor.to(device_of(value)) for name, tensor in encoded.items()}
-
-
-def device_of(value: Tensor | Quantized) -> torch.device:
-    return value.data.device if isinstance(value, Quantized) else value.device
-
-
-def _encoded(value: Tensor | Quantized | Packed, quantization: Quantization) -> dict[str, Tensor]:
     kind, device = quantization.kind, quantization.device
     if isinstance(value, Tensor):
-        return kind.encode(value.to(device))
+        return {name: tensor.to(value.device) for name, tensor in kind.encode(value.to(device)).items()}
     adopted = kind.adopt(value)
-    if adopted is not None:
-        return adopted
-    if isinstance(value, Packed):
-        return kind.encode(value.to(device).dequantize())
-    data, scale = value.data.to(device), value.scale.to(device)
-    return kind.encode(data.float() * spread_scale(scale, data.shape))
+    return kind.encode(value.to(device).dequantize()) if adopted is None else adopted
