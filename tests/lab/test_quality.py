@@ -50,7 +50,7 @@ def test_recorded_ratios_are_those_of_the_residuals():
         model, t, velocities = EXPERTS[step.expert], torch.tensor([step.timestep]), {}
         for branch in ("cond", "uncond"):
             grid = model.token_grid(x)
-            tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
+            tokens, (time, modulation) = model.embed_patches(x), model.embed_time(t)
             text = model.prepare_text(getattr(TEXT, branch))
             block_inputs = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
             after = model.run_blocks(BlockInputs(*block_inputs))

@@ -58,7 +58,7 @@ def textbook(plan, noise):
         for branch in step.branches:
             text = model.prepare_text(getattr(TEXT, branch).expand(len(noise), -1, -1))
             grid, past = model.token_grid(x), residuals.setdefault((step.expert, branch), [])
-            tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
+            tokens, (time, modulation) = model.embed_patches(x), model.embed_time(t)
             if branch in step.skipped:
                 used = past[-2:] if step.action == "forecast" else past[-1:]
                 stacked = torch.stack([r for _, r in used]).flatten(1).double().numpy()

@@ -9,7 +9,7 @@ Source: Wan2.2/wan/modules/model.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -336,19 +336,17 @@ def rope_table(
     Computed in float64 on the device itself and rounded once: at 1,000 positions float32 angles would already be off in
     the fourth digit.
     """
-    T, Y, X = grid
+    where = (range(first, first + count) for first, count in zip(start, grid, strict=True))
+    return rotations([torch.arange(one.start, one.stop, dtype=torch.float64, device=device) for one in where], axes)
+
+
+def rotations(places: Sequence[Tensor], axes: tuple[int, int, int]) -> Tensor:
+    """`rope_table` of the tokens at all combinations of the places in time, rows and columns, float64 [T], [Y], [X]."""
     angles = []
-    for positions, channels, first in zip((T, Y, X), axes, start, strict=True):
-        frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
-        places = first + torch.arange(positions, dtype=torch.float64, device=device)
-        angles.append(torch.outer(places, frequency))
-    t, y, x = angles
-    angle = torch.cat(
-        [
-            t[:, None, None].expand(T, Y, X, -1),
-            y[None, :, None].expand(T, Y, X, -1),
-            x[None, None, :].expand(T, Y, X, -1),
-        ],
-        dim=-1,
-    ).reshape(T * Y * X, 1, -1)
+    for axis, (where, channels) in enumerate(zip(places, axes, strict=True)):
+        frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=where.device) / channels)
+        shape = [1, 1, 1, -1]
+        shape[axis] = len(where)
+        angles.append(torch.outer(where, frequency).view(shape).expand(*map(len, places), -1))
+    angle = torch.cat(angles, -1).flatten(0, 2)[:, None]
     return torch.stack([angle.cos(), angle.sin()], dim=-1).float()

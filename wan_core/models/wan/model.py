@@ -11,7 +11,7 @@ Source: Wan2.2/wan/modules/model.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -128,7 +128,7 @@ class WanModel(nn.Module):
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
         """Latents [B, C_in, T, Y, X] -> tokens [B, L, C] for the blocks."""
-        return self.embed_patches(x, grid)
+        return self.embed_patches(x)
 
     def prepare_text(self, context: Tensor, image: Tensor | None = None) -> PreparedText:
         """Text rows [B, S, text_dim] -> keys and values of every block that runs here. image: CLIP features of the
@@ -178,13 +178,13 @@ class WanModel(nn.Module):
             )
         return T // pt, Y // py, X // px
 
-    def embed_patches(self, x: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    def embed_patches(self, x: Tensor) -> Tensor:
         """[B, C, T, Y, X] -> [B, L, dim].
 
         Cloned, because the product comes back as a view, and a compiler would compile the first block, which it enters,
         apart from the others.
         """
-        return patch_product(x, self.patch_embedding, grid).clone()
+        return patch_product(x, self.patch_embedding).clone()
 
     def unpatchify(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """[B, L, pt * py * px * C] -> [B, C, T, Y, X]."""
@@ -192,23 +192,30 @@ class WanModel(nn.Module):
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
     def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
-        """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept."""
-        key = (grid, device)
+        """The rotation table of `grid` (39 MB at 720p)."""
+        return self.kept_table((grid, device), lambda: rope_table(grid, self.config.rope_axes, device))
+
+    def kept_table(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        """The rotation table of `key`, made where it is none of the last `ROPES`."""
         table = self._ropes.pop(key, None)
         if table is None:
             while len(self._ropes) >= ROPES:
                 del self._ropes[next(iter(self._ropes))]
-            table = rope_table(grid, self.config.rope_axes, device)
+            table = make()
         self._ropes[key] = table
         return table
 
 
-def patch_product(x: Tensor, conv: nn.Conv3d, grid: tuple[int, int, int]) -> Tensor:
+def patch_product(x: Tensor, conv: nn.Conv3d) -> Tensor:
     """[B, C, T, Y, X] -> [B, L, dim]. A patch convolution does not overlap, so it is one matrix product."""
-    (T, Y, X), (pt, py, px), weight = grid, conv.kernel_size, conv.weight
-    patches = x.to(weight.dtype).unflatten(4, (X, px)).unflatten(3, (Y, py)).unflatten(2, (T, pt))
-    patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)  # [B, L, C * pt * py * px]
-    return F.linear(patches, weight.flatten(1), conv.bias)
+    return F.linear(patches_of(x.to(conv.weight.dtype), conv.kernel_size), conv.weight.flatten(1), conv.bias)
+
+
+def patches_of(x: Tensor, sides: Sequence[int]) -> Tensor:
+    """[B, C, T, Y, X] -> [B, L, C * pt * py * px]."""
+    pt, py, px = sides
+    patches = x.unflatten(4, (-1, px)).unflatten(3, (-1, py)).unflatten(2, (-1, pt))
+    return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
 def linear_fp32(x: Tensor, linear: nn.Module) -> Tensor:

@@ -256,12 +256,12 @@ class AnimateModel(ImageWanModel):
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
         """Latents [B, C_in, T, Y, X] -> tokens [B, L, C], with the pose added to those after the first frame."""
-        tokens, (T, Y, X) = self.embed_patches(x, grid), grid
+        tokens, (T, Y, X) = self.embed_patches(x), grid
         driving = own_inputs(text, Driving)
         if driving.face is not None and driving.face[0][0].shape[1] > T:
             raise ValueError(f"a face video for {driving.face[0][0].shape[1]} latent frames given, for a video of {T}")
         if driving.pose is not None:
-            pose = patch_product(driving.pose.to(tokens.device), self.pose_patch_embedding, (T - 1, Y, X))
+            pose = patch_product(driving.pose.to(tokens.device), self.pose_patch_embedding)
             tokens[:, Y * X :] += for_all(pose, len(tokens), "a pose")
         return tokens
 

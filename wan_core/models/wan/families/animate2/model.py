@@ -135,7 +135,7 @@ class Animate2Model(ImageWanModel):
         _, modulation = self.embed_time(torch.full((len(pose),), DRIVING_TIMESTEP, device=weight.device))
         # One frame later, because the video begins with the reference, and to the right of the video.
         rope = rope_table(grid, self.config.rope_axes, weight.device, start=(1, 0, grid[2]))
-        tokens = self.embed_patches(pose, grid)
+        tokens = self.embed_patches(pose)
         latents = (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:])
         forms = ANIMATE2.prepared_forms(self.config, latents, tokens.element_size())
         beside = tokens.shape[0] * (tokens.shape[1] + grid[1] * grid[2])

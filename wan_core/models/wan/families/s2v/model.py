@@ -67,7 +67,6 @@ class S2VModel(WanModel):
         self.casual_audio_encoder = AudioEncoder(config)  # the official name
         self.audio_injector = AudioInjector(config)
         self.frame_packer = FramePacker(config)
-        self._positions: tuple[object, Tensor] | None = None
 
     def prepare_text(
         self,
@@ -108,14 +107,14 @@ class S2VModel(WanModel):
     def embed(self, x: Tensor, grid: Grid, text: PreparedText) -> Tensor:
         """Latents [B, 16, T, Y, X] -> tokens [B, L, C] of the video, the reference and the motion frames."""
         sound = own_inputs(text, Sound)
-        tokens, mask = self.embed_patches(x, grid), self.trainable_cond_mask.weight
+        tokens, mask = self.embed_patches(x), self.trainable_cond_mask.weight
         pose, bias = sound.pose, self.cond_encoder.bias
         assert bias is not None
-        posed = bias if pose is None else patch_product(pose.to(tokens.device), self.cond_encoder, grid)
+        posed = bias if pose is None else patch_product(pose.to(tokens.device), self.cond_encoder)
         tokens += posed if pose is None else for_all(posed, len(tokens), "a pose")
         parts = [tokens.add_(mask[0])]
         if sound.reference is not None:
-            still = patch_product(sound.reference.to(tokens.device), self.patch_embedding, (1, *grid[1:]))
+            still = patch_product(sound.reference.to(tokens.device), self.patch_embedding)
             parts.append(for_all(still + mask[1], len(tokens), "a reference", copies=True))
         if sound.motion is not None:
             motion = self.frame_packer(sound.motion.to(tokens.device))
@@ -123,13 +122,10 @@ class S2VModel(WanModel):
         return torch.cat(parts, 1)
 
     def positions(self, grid: Grid, device: torch.device, reference: bool, motion: bool, comfyui: bool) -> Tensor:
-        """The rotation table of a sequence, kept until another is asked for."""
+        """The rotation table of a sequence."""
+        make = partial(position_table, grid, self.config.rope_axes, device)
         key = (grid, device, reference, motion, comfyui)
-        if self._positions is None or self._positions[0] != key:
-            axes = self.config.rope_axes
-            table = position_table(grid, axes, device, reference=reference, motion=motion, comfyui=comfyui)
-            self._positions = (key, table)
-        return self._positions[1]
+        return self.kept_table(key, lambda: make(reference=reference, motion=motion, comfyui=comfyui))
 
     def video_tokens(self, tokens: Tensor, grid: Grid) -> Tensor:
         return tokens[:, : math.prod(grid)]

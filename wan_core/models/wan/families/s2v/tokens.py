@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.frames import CausalConv, activated, attend_to_frames
 from wan_core.models.wan.families.s2v import AUDIO_FRAMES, MOTION_FRAMES, S2VConfig
-from wan_core.models.wan.layers import THETA, CrossAttention
+from wan_core.models.wan.layers import CrossAttention, rotations
 from wan_core.models.wan.model import patch_product
 from wan_core.ops.kernels import fused
 
@@ -171,9 +171,8 @@ class FramePacker(nn.Module):
 
 def _patches(x: Tensor, conv: nn.Conv3d) -> Tensor:
     """What does not fill a patch is left out."""
-    pt, py, px = conv.kernel_size
-    T, Y, X = x.shape[2] // pt, x.shape[3] // py, x.shape[4] // px
-    return patch_product(x[:, :, : T * pt, : Y * py, : X * px], conv, (T, Y, X))
+    T, Y, X = (side // each * each for side, each in zip(x.shape[2:], conv.kernel_size, strict=True))
+    return patch_product(x[:, :, :T, :Y, :X], conv)
 
 
 def position_table(
@@ -197,24 +196,11 @@ def position_table(
             (times, *(spread(side, side // every, whole=not comfyui) for side in (Y, X)))
             for times, every in (([-3], 2), (oldest, 4))
         ]
-    angle = torch.cat([_angles(places, axes, device) for places in parts])
-    return torch.stack([angle.cos(), angle.sin()], -1)[:, None].float()
+    tensors = ([torch.tensor([*one], dtype=torch.float64, device=device) for one in places] for places in parts)
+    return torch.cat([rotations(places, axes) for places in tensors])
 
 
 def spread(side: int, count: int, *, whole: bool) -> list[float]:
     """So many places from the first to the last of a side; `whole`: cut off to whole ones, as in the reference."""
     places = np.linspace(0, side - 1, count)
     return (places.astype(int) if whole else places).tolist()
-
-
-def _angles(places: Places, axes: Grid, device: torch.device) -> Tensor:
-    """float64 [L, D/2] of the tokens at all combinations of the places in time, rows and columns."""
-    angles = []
-    for axis, (where, channels) in enumerate(zip(places, axes, strict=True)):
-        frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
-        at = torch.tensor(list(where), dtype=torch.float64, device=device)
-        angle = torch.outer(at, frequency)
-        shape = [1, 1, 1, -1]
-        shape[axis] = len(at)
-        angles.append(angle.view(shape).expand(*(len(one) for one in places), -1))
-    return torch.cat(angles, -1).flatten(0, 2)

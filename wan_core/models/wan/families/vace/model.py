@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.layers import Block
-from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.model import WanModel, patches_of
 from wan_core.models.wan.prepared_text import PreparedText, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs
 from wan_core.ops.attention.protocol import AttentionCall
@@ -98,16 +98,14 @@ class VaceModel(WanModel):
         return PreparedText(tuple(keys_values), self.prepare_control(control, control_scale, len(context)))
 
     def prepare_control(self, control: Tensor | None, scale: float | Sequence[float] | Tensor, videos: int) -> Control:
-        weight, (pt, py, px) = self.vace_patch_embedding.weight, self.config.patch_size
+        weight = self.vace_patch_embedding.weight
         scales = torch.as_tensor(scale, dtype=torch.float32, device=weight.device)
         scales = scales if scales.ndim == 2 else scales.reshape(1, -1)
         if control is None:
             return Control(None, scales, videos)
         control = control[:, None] if control.ndim == 5 else control
-        T, Y, X = (size // side for size, side in zip(control.shape[3:], (pt, py, px), strict=True))
-        patches = control.to(weight.device, weight.dtype).unflatten(5, (X, px)).unflatten(4, (Y, py))
-        patches = patches.unflatten(3, (T, pt)).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).flatten(5).flatten(2, 4)
-        return Control(patches, scales.expand(-1, control.shape[1]), videos)
+        each = patches_of(control.to(weight.device, weight.dtype).flatten(0, 1), self.config.patch_size)
+        return Control(each.unflatten(0, control.shape[:2]), scales.expand(-1, control.shape[1]), videos)
 
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
         own = replace(own_inputs(inputs.text, Control), chains=[])
