@@ -172,7 +172,7 @@ def check_residency(residency: str | None, with_workers: bool) -> bool:
 
 
 def _computing(settings: ModelSettings) -> str:
-    dtype, keep_blocks = name_of(settings.dtype), settings.keep_blocks
+    dtype, keep_blocks = name_of(settings.dtype), settings.options.keep_blocks
     if settings.precision == PACKED:
         said = f"{dtype}, weights as they are stored"
     elif settings.precision in QUANTIZED:
@@ -190,7 +190,7 @@ def info_of(settings: ModelSettings) -> str:
     lines = [
         *(WARNING + note for note in settings.recognised.notes),
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
-        + (", compiled" if settings.compile != "off" else ""),
+        + (", compiled" if settings.options.compile != "off" else ""),
         *([f"{task.name}: {settings.recognised.why}"] if settings.recognised.why else []),
         *(f"{expert}: {text}" if "low" in parts else text for expert, text in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "

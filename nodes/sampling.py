@@ -215,7 +215,7 @@ class WanCoreSampler(io.ComfyNode):
         if shown or plan.notes:
             host.reporter()("\n".join([*shown, *plan.notes]))
         report.phases["text"] = Phase(joined.seconds)
-        if model.settings.compile != "off" and not model.pace:
+        if model.settings.options.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
         run = Sampling(plan, conditioning, start, report, notes)
         samples, leftover = _sample(model, run, shown)
@@ -284,7 +284,7 @@ def _settings(model: ModelSocket, plan: Plan, seed: int) -> dict[str, Any]:
         **plan.settings(),
         "seed": seed,
         "attention": settings.attention,
-        "compile": settings.compile,
+        "compile": settings.options.compile,
         "residency": model.options.residency,
     }
 

@@ -37,7 +37,7 @@ from wan_core.pipeline import memory_planning
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.load import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras
-from wan_core.pipeline.memory_planning import MemoryPlanner
+from wan_core.pipeline.memory_planning import memory_plan_of
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
 from wan_core.pipeline.sources import TINY, find_experts, find_models, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -166,7 +166,7 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     room = 30 << 30
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
     monkeypatch.setattr(nodes.host, "room", lambda: room)
-    planned = MemoryPlanner(model.settings, model.options).plan(workload)
+    planned = memory_plan_of(model.settings, workload)
     here = nodes.memory.plan_experts(model, workload)
     assert here.beside["high"] == planned.beside["high"] and here.form == planned.form
     assert here.staying_blocks == planned.resident_blocks < model.experts.dit.num_layers
@@ -187,7 +187,7 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
     room = (taken + (1 - share) * RESERVE[0]) / (1 - (1 - share) * RESERVE[1])
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: int(room))
     monkeypatch.setattr(nodes.host, "room", lambda: int(room))
-    ours = MemoryPlanner(model.settings, model.options).plan(workload, now)
+    ours = memory_plan_of(model.settings, workload, held=now)
     here = nodes.memory.plan_experts(model, workload)
     assert ours.staying_blocks == here.staying_blocks
     assert (here.staying_blocks == blocks) == stays

@@ -26,7 +26,7 @@ from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline import memory_planning
 from wan_core.pipeline.embedded import parse_caption
-from wan_core.pipeline.memory_planning import MemoryPlanner, beside_plan
+from wan_core.pipeline.memory_planning import beside_plan
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.sparsity.run import SparseTiles
@@ -111,7 +111,6 @@ def test_a_small_card_makes_the_same_latents(
 ) -> None:
     """The memory limit is emulated: the plan is that of a card with so much room, and the run follows it on a CPU."""
     pipe, request = Pipeline.load(DRIVEN), with_media(drawn)
-    planner = MemoryPlanner(pipe.models.settings, DRIVEN)
     activations = beside_plan(pipe.models.settings.recognised, pipe.prepare(request).job.plan, 20.1, 4)
     on_device, on_host = (activations.kept_as(one).denoise for one in activations.forms[:2])
     assert on_host < on_device
@@ -119,7 +118,7 @@ def test_a_small_card_makes_the_same_latents(
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room - pipe.models.residency.weights_on_device())
     monkeypatch.setattr(planning, "RESERVE", (0, 0))  # of a card; the model has 6 MB
     monkeypatch.setattr(memory_planning, "host_room", lambda *_: int(host * GIB))
-    limited = Pipeline(replace(pipe.models, planner=planner), pipe.report)
+    limited = Pipeline(replace(pipe.models, plans=True), pipe.report)
     with caplog.at_level("INFO"):
         limited_run = limited.generate(request)
     assert form.words() in caplog.text and limited_run.report.settings["memory"]["policy"] == "stream"

@@ -39,7 +39,7 @@ from wan_core.pipeline import load as load_stage
 from wan_core.pipeline import memory_planning, settings
 from wan_core.pipeline.applied_loras import load_with_loras
 from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.memory_planning import MemoryPlanner, check_host, plan_host, staying_in_file
+from wan_core.pipeline.memory_planning import check_host, memory_plan_of, plan_host, staying_in_file
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings
@@ -120,7 +120,7 @@ def test_a_pair_with_loras_under_24_16_and_12_gib(monkeypatch, resolved, precisi
     blocks = []
     for gib in (24, 16, 12):
         monkeypatch.setattr(memory_planning, "device_room", lambda *_, gib=gib: limited(gib))
-        plan = MemoryPlanner(settings, LoadOptions(high="a file", precision=precision)).plan(workload)
+        plan = memory_plan_of(settings, workload)
         assert plan.fits and plan.policy in ("swap", "stream")
         blocks.append(plan.resident_blocks)
     assert blocks == sorted(blocks, reverse=True) and blocks[0] > blocks[-1]
@@ -255,7 +255,7 @@ def test_a_run_whose_models_all_stay_in_their_files(monkeypatch, tmp_path, scale
     )
     request = Request(prompt="a red circle moving right", width=32, height=32, frames=5, steps=2, seed=1)
     expected = latents_of(Pipeline.load(plain), request)
-    monkeypatch.setattr(load_stage, "make_planner", MemoryPlanner)
+    monkeypatch.setattr(load_stage, "plans_memory", lambda settings: True)
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: 8 * GIB)
     vae = recognise(TINY / "vae.safetensors", "vae", load_vae).bytes(torch.float32)
     limited = replace(plain, lora_mode="auto", host_memory_limit=1.2 * vae / GIB)

@@ -15,9 +15,9 @@ from wan_core.pipeline import memory_planning
 from wan_core.pipeline.card_choice import task_memory
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.memory_planning import (
-    MemoryPlanner,
     beside_plan,
     choose_residency,
+    memory_plan_of,
     model_sizes,
 )
 from wan_core.pipeline.model_parts import Parts
@@ -85,7 +85,7 @@ def test_a_task_that_needs_an_image_plans_for_what_sees_it(task: str, sees: bool
 
 def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Parts, room) -> None:
     room(66)
-    alone, all_of_it = (MemoryPlanner(large(models), LARGE).plan(WORKLOAD) for models in (experts, whole))
+    alone, all_of_it = (memory_plan_of(large(models), WORKLOAD) for models in (experts, whole))
     assert model_sizes(large(experts)).text_encoder == model_sizes(large(experts)).vae == 0
     phases = {phase.name: phase.total for phase in alone.phases}
     assert alone.policy == "resident" and all_of_it.policy == "swap"
@@ -95,8 +95,9 @@ def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Parts, 
 
 def test_several_videos_take_more(experts: Parts, room) -> None:
     room(80)
-    planner = MemoryPlanner(large(experts), LARGE)
-    one, two = (planner.plan(replace(WORKLOAD, latent_shape=(n, 16, 21, 60, 104))).beside["high"] for n in (1, 2))
+    shapes = ((n, 16, 21, 60, 104) for n in (1, 2))
+    plans = (memory_plan_of(large(experts), replace(WORKLOAD, latent_shape=shape)) for shape in shapes)
+    one, two = (plan.beside["high"] for plan in plans)
     assert 1.5 * one < two < 2 * one
 
 
@@ -105,7 +106,7 @@ def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Parts, room,
     """On one device, and on ranks, which agree on the fullest one's."""
     room(24)
     options = replace(LARGE, residency="stream")
-    plan = MemoryPlanner(large(experts, options), options).plan(WORKLOAD)
+    plan = memory_plan_of(large(experts, options), WORKLOAD)
     together = SimpleNamespace(agree=lambda value, largest=True: value) if ranks else None
     residency, sharded = choose_residency(options, Report(CPU), plan, 40, together, "not asked for")  # type: ignore
     assert not sharded and residency.policy == "stream"
@@ -114,7 +115,7 @@ def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Parts, room,
 
 def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Parts, room) -> None:
     room(40)
-    plan = MemoryPlanner(large(experts), LARGE).plan(WORKLOAD)
+    plan = memory_plan_of(large(experts), WORKLOAD)
     ranks, report = SimpleNamespace(agree=lambda value, largest=True: value), Report(CPU)
     residency, sharded = choose_residency(LARGE, report, plan, 40, ranks, None)  # type: ignore
     assert sharded and residency.policy == "resident" and "in parts" in report.notes[0]
@@ -131,10 +132,10 @@ def test_attached_loras_count_in_every_phase(room) -> None:
     models = find_models(options)
     settings = resolve_settings(models, options, CPU)
     workload = replace(make_plan(task="t2v-tiny"), latent_shape=(1, 16, 3, 12, 12))
-    with_loras = MemoryPlanner(settings, options).plan(workload)
-    without = MemoryPlanner(replace(settings, loras={}), options).plan(workload)
+    with_loras = memory_plan_of(settings, workload)
+    without = memory_plan_of(replace(settings, loras={}), workload)
     extra = {name: nbytes - without.beside[name] for name, nbytes in with_loras.beside.items()}
     assert lora_bytes(settings.all_loras) > 0
     assert set(extra.values()) == {lora_bytes(settings.all_loras)}
     merged = replace(options, lora_mode="auto")
-    assert MemoryPlanner(resolve_settings(models, merged, CPU), merged).plan(workload).beside == without.beside
+    assert memory_plan_of(resolve_settings(models, merged, CPU), workload).beside == without.beside

@@ -78,7 +78,7 @@ class FirstUse:
 
 def prepares(settings: ModelSettings) -> bool:
     """Not on a CPU, and not where blocks are compiled with their own weights."""
-    return settings.device.type == "cuda" and settings.compile == "off"
+    return settings.device.type == "cuda" and settings.options.compile == "off"
 
 
 def compiled_name(settings: ModelSettings) -> str:

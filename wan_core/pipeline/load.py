@@ -8,7 +8,7 @@ model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,13 +43,13 @@ from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.loras import lora_files, notes_of, shared
 from wan_core.pipeline.memory_planning import (
     HostPlan,
-    MemoryPlanner,
     check_host,
     check_prepared,
     choose_residency,
     host_room,
-    make_planner,
+    memory_plan_of,
     plan_host,
+    plans_memory,
     staying_in_file,
 )
 from wan_core.pipeline.model_folders import vae_in
@@ -70,12 +70,13 @@ class Models:
 
     settings: ModelSettings
     residency: Residency
-    loras: tuple[Path, ...] = ()  # of either expert
-    planner: MemoryPlanner | None = None  # None on a CPU
+    plans: bool  # memory is planned, as on every GPU
+    waits: HostPlan  # where weights wait that do not stay on the device
     sharded: bool = False  # ranks hold the experts in parts
+    layers: range | None = None  # the blocks of a transformer that this rank holds; None: all
     ranks: RankMesh | None = None  # that run it together
     first_use: FirstUse | None = None  # of kernels, which goes on beside loading and encoding
-    on_model: Mapping[str, ModelLoras] = field(default_factory=dict)  # by transformer, of those that have LoRAs
+    on_model: dict[str, ModelLoras] = field(default_factory=dict)  # by transformer, of those that have LoRAs
     prompts: PromptCache = field(default_factory=PromptCache)  # encoded ones: a text encoder may have to be read anew
 
     @property
@@ -92,7 +93,36 @@ class Models:
 
     @property
     def facts(self) -> ModelFacts:
-        return self.settings.recognised.facts(self.loras)
+        return self.settings.recognised.facts(lora_files(self.settings.options.loras))
+
+    @property
+    def shares(self) -> bool:
+        """Whether each rank reads a part of every file, and has the rest from the others."""
+        return self.ranks is not None and self.residency.policy == "resident"
+
+    def read(self, name: str, how: Reading) -> nn.Module:
+        settings, ranks, part = self.settings, self.ranks, self.settings.parts[name]
+        config = part.part.config
+        if self.sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
+            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family, how.turn)
+        layers = self.layers if isinstance(config, DiTConfig) else None  # ranks read different blocks: none is shared
+        alone = name == "text_encoder" or layers is not None
+        share = partial(shared_checkpoint, ranks=ranks, turn=how.turn) if ranks and self.shares and not alone else None
+        stays = name in self.waits.mapped
+        how = replace(how, mapped=how.mapped or stays, stays=stays, layers=layers, share=share)
+        loras = settings.loras.get(name, ())
+        return load_with_loras(part, loras, self.residency.load_device, settings.device, how)
+
+    def add(self, name: str, model: nn.Module, report: Report) -> None:
+        """Attach the LoRAs of a model that was read, optimise it, give it to the residency."""
+        settings, part, loras = self.settings, self.settings.parts[name], self.settings.loras.get(name, ())
+        if loras:
+            self.on_model[name] = ModelLoras(settings.device, merged_of(part, loras))
+            if part.lora_mode == "attach":
+                self.on_model[name].apply(cast(WanModel, model), loras, part)
+        report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
+        model = finish(model, settings, settings.device, ranks=self.ranks)
+        self.residency.add(name, model, self.waits.waits(name))
 
     def expert(self, name: str) -> WanModel:
         """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""
@@ -142,7 +172,7 @@ class Models:
     @property
     def compiles(self) -> bool:
         """Whether the next forward is the first of this process to compile blocks."""
-        return self.settings.compile != "off" and compilations() == 0
+        return self.settings.options.compile != "off" and compilations() == 0
 
     def wait_for_kernels(self, report: Report) -> None:
         """Wait for kernels that are prepared beside loading. Call it where no rank waits for another on a GPU."""
@@ -152,10 +182,10 @@ class Models:
     def place(self, plan: Plan) -> MemoryPlan | None:
         """Move the models to where `plan` needs them: another size may take another plan than the one they were
         loaded by. None on a CPU, and where ranks hold parts of the experts."""
-        if self.planner is None or self.sharded or self.planner.layers is not None:
+        if not self.plans or self.sharded or self.layers is not None:
             return None
-        memory = self.planner.plan(plan, self.residency)
-        residency, limit = self.residency, self.planner.options.host_memory_limit
+        memory = memory_plan_of(self.settings, plan, held=self.residency)
+        residency, limit = self.residency, self.settings.options.host_memory_limit
         form = memory.form if self.ranks is None else None
         check_prepared(form, residency.kept_form, residency.weights_in_host_memory(), limit)
         room = memory.room if memory.together else None
@@ -199,105 +229,43 @@ def load_models(
     size). ranks: those that load and run it together. how: files are read. Raises OptionError or AttentionError for
     what cannot run here, before any weights are read."""
     speed = EXACT if plan is None else plan.speed
-    placement = place_weights(resolve_settings(parts, options, report.device, speed), options, report, plan, ranks)
-    settings = placement.settings
+    models = place_weights(resolve_settings(parts, options, report.device, speed), report, plan, ranks)
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
-    first_use = None if ranks is None or not prepares(settings) else FirstUse(settings)
-    loaded = load_parts(names, placement.read, report.device, in_order=placement.shares, how=how)
-    on_model = {name: applied for name in names if (applied := placement.add(name, loaded.pop(name), report))}
-    note_models(settings, placement.residency, report, ranks)
-    files = lora_files(options.loras)
-    return Models(
-        settings, placement.residency, files, placement.planner, placement.sharded, ranks, first_use, on_model
-    )
+    if ranks is not None and prepares(models.settings):
+        models = replace(models, first_use=FirstUse(models.settings))
+    loaded = load_parts(names, models.read, report.device, in_order=models.shares, how=how)
+    for name in names:
+        models.add(name, loaded.pop(name), report)
+    note_models(models, report)
+    return models
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where the weights of models are held, and which of them this process reads: decided before any are read.
-
-    waits: where those wait that do not stay on the device. sharded: ranks hold the experts in parts. layers: the blocks
-    of a transformer that this rank holds; None: all."""
-
-    settings: ModelSettings
-    residency: Residency
-    planner: MemoryPlanner | None
-    waits: HostPlan
-    sharded: bool
-    layers: range | None
-    ranks: RankMesh | None
-
-    @property
-    def shares(self) -> bool:
-        """Whether each rank reads a part of every file, and has the rest from the others."""
-        return self.ranks is not None and self.residency.policy == "resident"
-
-    def read(self, name: str, how: Reading) -> nn.Module:
-        settings, ranks, part = self.settings, self.ranks, self.settings.parts[name]
-        config = part.part.config
-        if self.sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
-            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family, how.turn)
-        layers = self.layers if isinstance(config, DiTConfig) else None  # ranks read different blocks: none is shared
-        alone = name == "text_encoder" or layers is not None
-        share = partial(shared_checkpoint, ranks=ranks, turn=how.turn) if ranks and self.shares and not alone else None
-        stays = name in self.waits.mapped
-        how = replace(how, mapped=how.mapped or stays, stays=stays, layers=layers, share=share)
-        loras = settings.loras.get(name, ())
-        return load_with_loras(part, loras, self.residency.load_device, settings.device, how)
-
-    def add(self, name: str, model: nn.Module, report: Report) -> ModelLoras | None:
-        """Attach the LoRAs of a model that was read, optimise it, give it to the residency. Returns its LoRAs."""
-        settings, part, loras = self.settings, self.settings.parts[name], self.settings.loras.get(name, ())
-        applied = ModelLoras(settings.device, merged_of(part, loras)) if loras else None
-        if part.lora_mode == "attach" and applied is not None:
-            applied.apply(cast(WanModel, model), loras, part)
-        report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
-        model = finish(model, settings, settings.device, ranks=self.ranks)
-        self.residency.add(name, model, self.waits.waits(name))
-        return applied
-
-
-def place_weights(
-    settings: ModelSettings,
-    options: LoadOptions,
-    report: Report,
-    plan: Plan | None,
-    ranks: RankMesh | None,
-) -> Placement:
-    """Plan memory, and choose where weights are held. Raises OptionError where they do not fit."""
-    num_layers = settings.recognised.dit.num_layers
+def place_weights(settings: ModelSettings, report: Report, plan: Plan | None, ranks: RankMesh | None) -> Models:
+    """Plan memory, and choose where weights are held, before any are read. Raises OptionError where they do not fit."""
+    options, num_layers = settings.options, settings.recognised.dit.num_layers
     if settings.device.type == "cpu":
         check_host(settings.parts, host_room(options.host_memory_limit))
     layers = None if ranks is None or ranks.layers.size == 1 else stage_layers(num_layers, ranks)
-    planner = make_planner(settings, options, layers)
-    memory = None if planner is None or options.residency == "shard" else planner.plan(plan)
+    plans = plans_memory(settings)
+    memory = memory_plan_of(settings, plan, layers) if plans and options.residency != "shard" else None
     why_not = why_not_sharded(settings, ranks)
     residency, sharded = choose_residency(options, report, memory, num_layers, ranks, why_not)
     if layers is not None:
         check_parts(settings, residency, sharded)
     waits = HostPlan()
-    if planner is not None and ranks is None:
+    if plans and ranks is None:
         waiting = settings.parts if residency.policy != "resident" else {}
         prepared = None if plan is None else residency.form
         waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
         mapped = {n: staying_in_file(settings.parts[n], settings.loras.get(n, ())) for n in waits.mapped}
         settings = replace(settings, parts={**settings.parts, **mapped})
-        planner = replace(planner, settings=settings)
-    return Placement(
-        settings=settings,
-        residency=residency,
-        planner=planner,
-        waits=waits,
-        sharded=sharded,
-        layers=layers,
-        ranks=ranks,
-    )
+    return Models(settings, residency, plans, waits, sharded, layers, ranks)
 
 
-def note_models(settings: ModelSettings, residency: Residency, report: Report, ranks: RankMesh | None) -> None:
+def note_models(models: Models, report: Report) -> None:
     """Say in the report what was loaded, and warn of files that may be the wrong ones."""
-    parts = settings.recognised
-    report.notes += residency.notes
+    settings, ranks, parts = models.settings, models.ranks, models.settings.recognised
+    report.notes += models.residency.notes
     if settings.device.type == "cuda" and (reason := fused.why_not(settings.device)) is not None:
         report.notes.append(f"fused kernels: {reason}. {fused.WITHOUT}")
     for note in (*parts.notes, *notes_of(settings.loras)):
@@ -329,7 +297,7 @@ def why_not_sharded(settings: ModelSettings, ranks: RankMesh | None) -> str | No
         return "weights are sharded over the ranks of one sequence: use several GPUs, and a mesh other than 2x1x1"
     if settings.quantization is not None or high.scaled:
         return QUANTIZED
-    if settings.compile != "off":
+    if settings.options.compile != "off":
         return "torch cannot compile blocks whose weights are gathered during the forward: leave compile off"
     if high.path is None:
         return "sharding reads parts of files: random weights have no file"
@@ -352,7 +320,7 @@ def finish(
         return optimize(
             model,
             attend=settings.attend,
-            compile=settings.compile,
+            compile=settings.options.compile,
             device=device,
             ranks=ranks,
         )

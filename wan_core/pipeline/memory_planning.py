@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
@@ -163,41 +163,37 @@ POLICIES: tuple[Policy, ...] = ("resident", "swap", "stream")
 """From the most device memory to the least."""
 
 
-@dataclass(frozen=True)
-class MemoryPlanner:
-    """Makes memory plans for models that are held as `settings` say, on a GPU."""
-
-    settings: ModelSettings
-    options: LoadOptions
-    layers: range | None = None  # the blocks of a transformer that this rank holds; None: all
-
-    def plan(self, plan: Plan | None, held: Residency | None = None) -> MemoryPlan:
-        """plan: None is the task's own size. held: what an earlier plan put on the device; it stays if `plan` fits."""
-        settings, options = self.settings, self.options
-        loras, itemsize = lora_bytes(settings.attached_loras), settings.dtype.itemsize
-        beside = beside_plan(settings.recognised, plan, settings.per_token(), itemsize, loras)
-        sizes = model_sizes(settings, self.layers)
-        available = device_room(settings.device, options.memory_limit)
-        waiting = 0 if held is None else held.weights_in_host_memory()
-        host, kept = host_room(options.host_memory_limit, waiting), None if held is None else held.kept_form
-        placed = None
-        if held is not None:
-            available += held.weights_on_device()
-            blocks = held.resident_blocks if held.policy == "stream" else None
-            placed = Placed(policy=held.policy, resident_blocks=blocks, together=held.room is not None)
-        mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
-        return plan_memory(sizes, beside, available, mode, options.resident_blocks, placed=placed, host=host, kept=kept)
-
-
-def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None) -> MemoryPlanner | None:
-    """None on a CPU, whose memory is not planned. Applies the memory limit."""
-    if settings.device.type == "cuda":
-        if options.memory_limit is not None:
-            cap_memory(settings.device, options.memory_limit)
-        return MemoryPlanner(settings, options, layers)
-    if options.memory_limit is not None:
+def plans_memory(settings: ModelSettings) -> bool:
+    """Whether memory is planned: on a GPU, where the memory limit is applied now. Raises OptionError for a limit on a
+    CPU."""
+    limit, on_gpu = settings.options.memory_limit, settings.device.type == "cuda"
+    if limit is not None and not on_gpu:
         raise OptionError("a memory limit applies to a GPU, and this run is on a CPU: leave it out")
-    return None
+    if limit is not None:
+        cap_memory(settings.device, limit)
+    return on_gpu
+
+
+def memory_plan_of(
+    settings: ModelSettings, plan: Plan | None, layers: range | None = None, held: Residency | None = None
+) -> MemoryPlan:
+    """The memory plan of models that are held as `settings` say, on a GPU. plan: None is the task's own size. layers:
+    the blocks of a transformer that this rank holds; None: all. held: what an earlier plan put on the device; it stays
+    if `plan` fits."""
+    options = settings.options
+    loras, itemsize = lora_bytes(settings.attached_loras), settings.dtype.itemsize
+    beside = beside_plan(settings.recognised, plan, settings.per_token(), itemsize, loras)
+    sizes = model_sizes(settings, layers)
+    available = device_room(settings.device, options.memory_limit)
+    waiting = 0 if held is None else held.weights_in_host_memory()
+    host, kept = host_room(options.host_memory_limit, waiting), None if held is None else held.kept_form
+    placed = None
+    if held is not None:
+        available += held.weights_on_device()
+        blocks = held.resident_blocks if held.policy == "stream" else None
+        placed = Placed(policy=held.policy, resident_blocks=blocks, together=held.room is not None)
+    mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
+    return plan_memory(sizes, beside, available, mode, options.resident_blocks, placed=placed, host=host, kept=kept)
 
 
 def choose_residency(

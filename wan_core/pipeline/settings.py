@@ -110,11 +110,9 @@ class ModelSettings:
     device: torch.device
     precision: str
     precision_why: str
-    keep_blocks: int
     attention: str
     attend: Attention
     speed: str
-    compile: str
     loras: Mapping[str, Sequence[Wanted]]
 
     @property
@@ -157,7 +155,7 @@ class ModelSettings:
         """Bytes of activations over 2 L C, as `planning.factor`. Without fused kernels those of plain torch."""
         config, itemsize = self.recognised.dit, self.dtype.itemsize
         kind = "cuda" if fused.why_not(self.device) is None else "cpu"
-        return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
+        return factor(config, itemsize=itemsize, device=kind, compile=self.options.compile, precision=self.precision)
 
     def describe(self) -> dict[str, Any]:
         precisions: dict[str, str] = {}
@@ -172,8 +170,8 @@ class ModelSettings:
         said: dict[str, Any] = {
             "models": {name: one.part.source for name, one in self.parts.items()},
             "precision": precisions,
-            "keep_blocks": self.keep_blocks,
-            "compile": self.compile,
+            "keep_blocks": self.options.keep_blocks,
+            "compile": self.options.compile,
         }
         if self.all_loras:
             said["loras"] = lora_words(self.loras)
@@ -220,11 +218,9 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device, 
         device=device,
         precision=precision,
         precision_why=why,
-        keep_blocks=options.keep_blocks,
         attention=attention,
         attend=attend,
         speed=speed,
-        compile=options.compile,
         loras=loras,
     )
     settings.check_loras(loras)
