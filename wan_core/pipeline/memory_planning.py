@@ -79,7 +79,8 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: 
     prepared_bytes = 0 if prepared is None else prepared.host
     needed, room = sum(part.bytes for part in parts.values()), int(available * (1 - KEPT_FREE))
     for name in STAY_IN_FILES:
-        if (needed > room or needed + prepared_bytes > available) and name in parts and parts[name].stays_in_file:
+        full = needed + UNPLANNED * bool(mapped) > room or needed + prepared_bytes > available
+        if full and name in parts and parts[name].stays_in_file:
             mapped.append(name)
             needed -= parts[name].bytes - parts[name].decoded_bytes
     if needed + prepared_bytes > available:
