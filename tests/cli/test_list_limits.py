@@ -17,8 +17,9 @@ from wan_core.cluster.files import media_of
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.keys import contents
 from wan_core.config.limits import MAX_LINE
-from wan_core.pipeline import check
-from wan_core.pipeline.check import ListCheck, check_request
+from wan_core.pipeline.check import check_request
+from wan_core.pipeline.sources import find_models
+from wan_core.workers import video_list
 
 MANY = 20_000
 TINY = LoadOptions(model="tiny")
@@ -107,7 +108,7 @@ def test_lines_of_a_list_are_checked_as_alone(tmp_path: Path, monkeypatch: pytes
     """The same notes and refusals; headers are read once for all lines that take the same models."""
     Image.new("RGB", (64, 48)).save(tmp_path / "a.png")
     finds: list[bool] = []
-    find = check.find_models
+    find = find_models
     requests = [
         Request(prompt=prompt, seed=seed, image=image, steps=steps, preset=preset)
         for prompt, seed in (("a red circle", 1), ("b", 2))
@@ -122,7 +123,7 @@ def test_lines_of_a_list_are_checked_as_alone(tmp_path: Path, monkeypatch: pytes
             return str(fault)
 
     alone = [verdict(lambda one: check_request(TINY, one, CPU).plan.notes, one) for one in requests]
-    monkeypatch.setattr(check, "find_models", lambda *given, **how: finds.append(True) or find(*given, **how))
-    listed = ListCheck(TINY, CPU)
-    assert [verdict(listed.notes, one) for one in requests] == alone
+    monkeypatch.setattr(video_list, "find_models", lambda *given, **how: finds.append(True) or find(*given, **how))
+    makers = video_list.LocalMakers(None, "cpu", TINY)
+    assert [verdict(makers.notes, one) for one in requests] == alone
     assert len(finds) <= 3 < len(requests)

@@ -116,17 +116,17 @@ def test_the_driver_is_killed(nodes: Nodes, reference: dict[str, bytes], tmp_pat
 class Fails(VideoMaker):
     """Loses the video of seed 1, whoever makes it."""
 
-    def make(self, loaded: Any, request: Any, key: str, media: Any) -> dict[str, Any]:
-        return {"lost": "its rank ended"} if request["seed"] == 1 else super().make(loaded, request, key, media)
+    def make(self, loaded: Any, request: Any, media: Any, key: str) -> dict[str, Any]:
+        return {"lost": "its rank ended"} if request["seed"] == 1 else super().make(loaded, request, media, key)
 
 
 class Dry(VideoMaker):
     """Makes nothing, at once."""
 
-    def check(self, loaded: Any, requests: Any, media: Any) -> dict[str, Any]:
+    def check(self, loaded: Any, request: Any, media: Any) -> dict[str, Any]:
         return {"notes": []}
 
-    def make(self, loaded: Any, request: Any, key: str, media: Any) -> dict[str, Any]:
+    def make(self, loaded: Any, request: Any, media: Any, key: str) -> dict[str, Any]:
         return {"video": b"", "report": b""}
 
 

@@ -6,13 +6,14 @@ user can understand come back as text; others reach the program as Ray raises th
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -53,65 +54,69 @@ class VideoMaker(OnNode):
         super().__init__(devices)
         self.mesh, self.step_timeout = mesh, step_timeout
         self.engine: Any = None
+        self.find: Any = None
 
     def check(
-        self, loaded: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], media: Mapping[str, bytes]
+        self, loaded: Mapping[str, Any], request: Mapping[str, Any], media: Mapping[str, bytes]
     ) -> dict[str, Any]:
-        """{"notes"} of all requests, {"refused", "number"} of the first that cannot run on this node, or {"lost"}
-        where its disk failed."""
+        """{"notes"} of the request's plan; {"lost"} where this node's disk failed; {"refused"}."""
         import torch
 
-        from wan_core.config import LoadOptions, Request, UserError
-        from wan_core.pipeline.check import ListCheck
+        from wan_core.config import LoadOptions, Request
+        from wan_core.pipeline.check import check_request
+        from wan_core.pipeline.sources import find_models
         from wan_core.workers.wire import unpack
 
-        notes: dict[str, None] = {}
-        number, here = 0, dict[str, str]()
-        check = ListCheck(unpack(LoadOptions, loaded), torch.device(self.devices[0]))
-        try:
-            with tempfile.TemporaryDirectory(dir=own_folder("media")) as folder:
-                here = put(media, folder)
-                for number, request in enumerate(requests):  # noqa: B007
-                    notes |= dict.fromkeys(check.notes(unpack(Request, with_paths(request, here))))
-        except UserError as fault:
-            return {"refused": with_words(str(fault), here), "number": number}
-        except OSError as fault:
-            return {"lost": disk_fault(fault)}
-        return {"notes": list(notes)}
+        self.find = self.find or functools.cache(find_models)  # headers are read once
+
+        def check(asked: Request, *_: object) -> dict[str, Any]:
+            options, device = unpack(LoadOptions, loaded), torch.device(self.devices[0])
+            return {"notes": check_request(options, asked, device, self.find).plan.lines}
+
+        return self._with_media(request, media, check)
 
     def make(
-        self, loaded: Mapping[str, Any], request: Mapping[str, Any], key: str, media: Mapping[str, bytes]
+        self, loaded: Mapping[str, Any], request: Mapping[str, Any], media: Mapping[str, bytes], key: str
     ) -> dict[str, Any]:
         """{"video", "report"} as bytes; {"lost"} where the ranks or this node's disk failed; {"refused"}."""
-        from wan_core.config import LoadOptions, Request, UserError
+        from wan_core.config import LoadOptions, Request
         from wan_core.workers.client import WorkerEngine
-        from wan_core.workers.launcher import WorkerError, Workers
+        from wan_core.workers.launcher import Workers
         from wan_core.workers.options import WorkerOptions
         from wan_core.workers.video_list import ListedVideo, make_video
         from wan_core.workers.wire import unpack
 
-        here = dict[str, str]()
-        try:
+        def make(asked: Request, folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
             if self.engine is None:
                 options = WorkerOptions(devices=self.devices, mesh=self.mesh, step_timeout=self.step_timeout)
                 self.engine = WorkerEngine(Workers(options))
+            video = ListedVideo(0, asked, folder / "video.mp4", key)
+            make_video(self.engine, unpack(LoadOptions, loaded), video, partial(with_paths, names=names))
+            return {"video": video.out.read_bytes(), "report": video.report.read_bytes()}
+
+        return self._with_media(request, media, make)
+
+    def _with_media(
+        self, request: Mapping[str, Any], media: Mapping[str, bytes], act: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What `act` answers for the request with its files here, a folder for other files, and the paths of the files
+        here -> those that the program knows."""
+        from wan_core.config import Request, UserError
+        from wan_core.workers.launcher import WorkerError
+        from wan_core.workers.wire import unpack
+
+        here = dict[str, str]()
+        try:
             with tempfile.TemporaryDirectory(dir=own_folder("media")) as folder:
                 here = put(media, folder)
-                asked = unpack(Request, with_paths(request, here))
-                video = ListedVideo(0, asked, Path(folder, "video.mp4"), key)
                 names = {there: path for path, there in here.items()}
-                make_video(self.engine, unpack(LoadOptions, loaded), video, partial(with_paths, names=names))
-                return {"video": video.out.read_bytes(), "report": video.report.read_bytes()}
+                return act(unpack(Request, with_paths(request, here)), Path(folder), names)
         except WorkerError as fault:
             return {"lost": with_words(str(fault), here)}
         except UserError as fault:
             return {"refused": with_words(str(fault), here)}
         except OSError as fault:
-            return {"lost": disk_fault(fault)}
-
-
-def disk_fault(fault: OSError) -> str:
-    return f"it could not write or read a file: {fault}"
+            return {"lost": f"it could not write or read a file: {fault}"}
 
 
 class NodeRanks(OnNode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,14 @@ def missing(paths: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(paths) if not os.path.exists(path)]
 
 
-def media_of(request: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, bytes]:
-    """The contents of the files that a request names, by path, without those that are known. Raises OptionError."""
+def media_of(request: Mapping[str, Any]) -> dict[str, bytes]:
+    """The contents of the files that a request names, by path. Raises OptionError."""
     media: dict[str, bytes] = {}
     total = 0
     paths = [request.get(name) for name in MEDIA_PATHS]
     paths += [one["path"] for one in request.get("keyframes") or ()]
     for path in paths:
-        if path is None or path in known or path in media or not os.path.lexists(path):
+        if path is None or path in media or not os.path.lexists(path):
             continue
         try:
             check_file_size(path, MAX_VIDEO_FILE)

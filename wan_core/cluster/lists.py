@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,12 @@ from wan_core.cluster.actors import VideoMaker
 from wan_core.cluster.connect import Wanted, ask, check_token, import_ray, inventory, nodes
 from wan_core.cluster.files import media_of, models_there
 from wan_core.cluster.places import Reserved
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.keys import model_paths
 from wan_core.config.outputs import write_bytes
 from wan_core.workers.launcher import WorkerError
 from wan_core.workers.video_list import MOST_MAKERS, WAIT_SECONDS, ListedVideo, ListMakers, Maker
 
-CHECKED_TOGETHER = 200  # lines in one call,
-CHECKED_BYTES = 2**28  # and bytes of the files that they name
 TELL_SECONDS = 60.0  # between two messages that no node has room
 FAILED_STARTS = 10  # one after another, while no other maker works: the list ends
 
@@ -84,48 +82,22 @@ class ClusterMaker(Maker):
             self.gone = True
             raise
 
-    def check(self, videos: Sequence[ListedVideo], source: Path) -> list[str]:
-        """The notes of all requests. Raises OptionError for the first that cannot run."""
-        notes: dict[str, None] = {}
-        for some, media in _checked_together(videos, source):
-            requests = [asdict(video.request) for video in some]
-            found = self.ask(self.actor.check.remote(self.makers.loaded, requests, media))
-            if "lost" in found:
-                raise OptionError(f"{self.node}: {found['lost']}")
-            if "refused" in found:
-                raise OptionError(f"line {some[found['number']].line} of {source}: {found['refused']}")
-            notes |= dict.fromkeys(found["notes"])
-        return list(notes)
-
-    def _make(self, video: ListedVideo) -> None:
-        request = asdict(video.request)
-        found = self.ask(self.actor.make.remote(self.makers.loaded, request, video.key, media_of(request)))
+    def answer(self, method: Any, request: Request, *more: Any) -> dict[str, Any]:
+        """What a method of the actor answers for a request, whose files are sent with it. Raises WorkerError where its
+        ranks or its disk failed, OptionError where it is refused."""
+        asked = asdict(request)
+        found = self.ask(method.remote(self.makers.loaded, asked, media_of(asked), *more))
         if "lost" in found:
             raise WorkerError(f"{self.node}: {found['lost']}")
         if "refused" in found:
             raise OptionError(found["refused"])
+        return found
+
+    def _make(self, video: ListedVideo) -> None:
+        found = self.answer(self.actor.make, video.request, video.key)
         video.check_free()
         for path, name in ((video.out, "video"), (video.report, "report")):
             write_bytes(path, found[name], tidy=False)  # `VideoList` did it once for all
-
-
-def _checked_together(
-    videos: Sequence[ListedVideo], source: Path
-) -> Iterator[tuple[list[ListedVideo], dict[str, bytes]]]:
-    """The videos in groups, each with the contents of the files that it names. Raises OptionError."""
-    some: list[ListedVideo] = []
-    media: dict[str, bytes] = {}
-    for video in videos:
-        some.append(video)
-        try:
-            media |= media_of(asdict(video.request), media)
-        except OptionError as fault:
-            raise OptionError(f"line {video.line} of {source}: {fault}") from fault
-        if len(some) == CHECKED_TOGETHER or sum(map(len, media.values())) > CHECKED_BYTES:
-            yield some, media
-            some, media = [], {}
-    if some:
-        yield some, media
 
 
 class ClusterMakers(ListMakers):
@@ -149,7 +121,7 @@ class ClusterMakers(ListMakers):
         count = self.wanted.count
         return sum(node.has // self.size for node in nodes(self.wanted.kind)) if count is None else count // self.size
 
-    def check(self, videos: Sequence[ListedVideo], source: Path) -> list[str]:
+    def check(self, videos: Sequence[ListedVideo], source: Path) -> Iterable[str]:
         """Have the first maker that is placed check all lines. Raises OptionError."""
         if self.target == 0:
             raise OptionError(
@@ -160,11 +132,15 @@ class ClusterMakers(ListMakers):
             for maker in self._placed(len(videos)):
                 try:
                     maker.begin()
-                    return maker.check(videos, source)
+                    self.checks = maker
+                    return super().check(videos, source)
                 except WorkerError as fault:
                     self.failed_start(maker, fault)
                     break
             time.sleep(WAIT_SECONDS)
+
+    def notes(self, request: Request) -> list[str]:
+        return self.checks.answer(self.checks.actor.check, request)["notes"]
 
     def ready(self, videos: int) -> list[ClusterMaker]:
         ready = self._placed(videos)

@@ -165,28 +165,6 @@ def check_request(options: LoadOptions, request: Request, device: torch.device, 
     return job
 
 
-class ListCheck:
-    """Checks a list's requests. Headers are read once; requests that differ by prompt and seed are checked once."""
-
-    def __init__(self, options: LoadOptions, device: torch.device) -> None:
-        self.options, self.device = options, device
-        self.models: dict[str, Parts] = {}  # by the options and what else finds them, as text
-        self.lines: dict[str, tuple[str, ...]] = {}  # lines by the request, as text
-
-    def notes(self, request: Request) -> tuple[str, ...]:
-        """What the plan of a request says of itself. Raises as `check_request` does."""
-        key = repr([value for name, value in vars(request).items() if name not in ("prompt", "seed")])
-        if key not in self.lines:
-            self.lines[key] = check_request(self.options, request, self.device, self._find).plan.lines
-        return self.lines[key]
-
-    def _find(self, options: LoadOptions, *, image: bool) -> Parts:
-        files = repr((options, image))
-        if files not in self.models:
-            self.models[files] = find_models(options, image=image)
-        return self.models[files]
-
-
 def make_job(request: Request, facts: ModelFacts) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError. A curve may lie beside the files."""
     task, vae = facts.task, facts.vae

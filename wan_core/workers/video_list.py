@@ -7,6 +7,7 @@ made, the small hidden file of `outputs.py` claims its name, so no other run wri
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -25,10 +26,11 @@ from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.config.outputs import claim_of, make_claim, remove_left_over
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
-from wan_core.pipeline.check import ListCheck
+from wan_core.pipeline.check import check_request
 from wan_core.pipeline.pipeline import Engine, LocalEngine, metadata
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
+from wan_core.pipeline.sources import find_models
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
@@ -105,7 +107,19 @@ class ListMakers:
         self.all = self.waiting = makers
 
     def check(self, videos: Sequence[ListedVideo], source: Path) -> Iterable[str]:
-        """The notes of all videos, each once. Raises OptionError for a line of the file `source` that cannot run."""
+        """The notes of all videos, each once. Those that differ by prompt and seed are checked once. Raises OptionError
+        for a line of the file `source` that cannot run."""
+        checked: dict[str, Sequence[str]] = {}
+        for video in videos:
+            key = repr([value for name, value in vars(video.request).items() if name not in ("prompt", "seed")])
+            try:
+                checked[key] = checked[key] if key in checked else self.notes(video.request)
+            except OptionError as fault:
+                raise OptionError(f"line {video.line} of {source}: {fault}") from fault
+        return dict.fromkeys(note for notes in checked.values() for note in notes)  # in their order
+
+    def notes(self, request: Request) -> Sequence[str]:
+        """What the plan of a request says of itself. Raises OptionError where it cannot run."""
         return ()
 
     def ready(self, videos: int) -> Sequence[Maker]:
@@ -337,7 +351,7 @@ class LocalMakers(ListMakers):
 
     def __init__(self, groups: Sequence[WorkerOptions] | None, device: str, loaded: LoadOptions) -> None:
         """groups: None for this process."""
-        self.loaded = loaded
+        self.loaded, self.find = loaded, functools.cache(find_models)  # headers are read once
         self.device = choose_device(device) if groups is None else torch.device(groups[0].devices[0])
         names = [f"group {number} ({', '.join(group.devices)})" for number, group in enumerate(groups or (), 1)]
         ranks = [Workers(group) for group in groups or ()]
@@ -347,11 +361,5 @@ class LocalMakers(ListMakers):
         ]
         super().__init__(makers or [Maker("this process", partial(make_video, LocalEngine(), loaded))])
 
-    def check(self, videos: Sequence[ListedVideo], source: Path) -> Iterable[str]:
-        check, notes = ListCheck(self.loaded, self.device), dict[str, None]()  # in their order
-        for video in videos:
-            try:
-                notes |= dict.fromkeys(check.notes(video.request))
-            except OptionError as fault:
-                raise OptionError(f"line {video.line} of {source}: {fault}") from fault
-        return notes
+    def notes(self, request: Request) -> Sequence[str]:
+        return check_request(self.loaded, request, self.device, self.find).plan.lines
