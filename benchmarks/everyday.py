@@ -5,7 +5,7 @@ weights (`--scratch`, /dev/shm keeps them in memory; files that are there are us
 ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance
-fresh    the same with a new prompt and a new picture in each counted run
+fresh    the same with a new prompt, of each side's own, and a new picture in each counted run
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all. `--steps 20`: all run all
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
@@ -28,7 +28,7 @@ seconds   from POST to the end of the prompt, the median; spread: the slowest le
 nodes     of the run next to the median: seconds by loaders, text, image, samplers, decode, save
 peak_gib  the most device memory in use during the counted runs, by all processes
 error     relative difference of the latents of the first counted video from those of the row `error_to`, which has the
-          same seed; not where the native side runs fewer steps
+          same seed; not where the native side runs fewer steps, nor of `fresh`
 said      what caches did in that run, as the server's log says it
 ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
 """
@@ -196,21 +196,21 @@ def in_turns(
 ) -> Iterator[Row]:
     """`runs` rounds in which every side makes the job, so that what changes meanwhile changes all of them. A row of
     each side after every round, the median so far. Native sides come first, since the others are compared with
-    them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: with another prompt
-    and picture in each round."""
+    them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: with a prompt of
+    its own and another picture in each round."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
     latents: dict[str, torch.Tensor] = {}
     for seed in range(job.seed, job.seed + runs):
-        one = replace(job, seed=seed)
-        if fresh:
-            one = replace(one, prompt=f"{job.prompt} Take {seed}.", image=IMAGES[1 + seed % (len(IMAGES) - 1)])
         for side in sorted(sides, key=lambda side: (side.gpus, not side.native, side.name != NATIVE.name)):
-            rows = made[side.name]
+            one, rows = replace(job, seed=seed), made[side.name]
+            if fresh:  # of each side's own: ComfyUI keeps what another side made of the same text
+                prompt = f"{job.prompt} Take {seed} by {side.name}."
+                one = replace(one, prompt=prompt, image=IMAGES[1 + seed % (len(IMAGES) - 1)])
             if rows and "seconds" not in rows[-1]:
                 continue
             reason = side.why_not(server.kinds, server.device)
-            run = lambda s=side, j=one: one_turn(server, s, job, j, native_steps, latents)  # noqa: E731
+            run = lambda s=side, j=one: one_turn(server, s, job, j, native_steps, None if fresh else latents)  # noqa: E731
             rows.append(guarded(side.name, job.size, reason, run))
             failed = rows[-1] if "seconds" not in rows[-1] else None
             medians[side.name] = side, failed or middle_row(rows)
@@ -225,17 +225,18 @@ def one_turn(
     job: Job,
     one: Job,
     native_steps: int | None,
-    latents: dict[str, torch.Tensor],
+    latents: dict[str, torch.Tensor] | None,
 ) -> Row:
     """The video `one` after one of `job` with two steps that is not counted: ComfyUI keeps loaded models only for the
-    prompt that comes next, and the side before had its own. latents: of the first video of each side."""
+    prompt that comes next, and the side before had its own. latents: of the first video of each side; None: nothing is
+    compared."""
     server.run(side.graph(replace(job, seed=1000 + one.seed, steps=2)))
     if side.native and native_steps is not None and native_steps < job.total_steps:
         row = server.run(side.graph(replace(one, steps=native_steps)))[0]
         more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
         row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
         return row | {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps}
-    if side.name in latents:
+    if latents is None or side.name in latents:
         return server.run(side.graph(one))[0]
     row, run = server.run(with_latents(side.graph(one)))
     latents[side.name] = saved_latents(server, run)

@@ -23,7 +23,7 @@ from wan_core.models.wan.config import I2V_A14B, PreparedForm
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.memory_planning import check_prepared, host_room, plan_host, staying_in_file
+from wan_core.pipeline.memory_planning import UNPLANNED, check_prepared, host_room, plan_host, staying_in_file
 from wan_core.pipeline.model_parts import PackedSize, Part, matrix_parameters
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
@@ -63,6 +63,15 @@ def test_the_everyday_graph_in_32_gb() -> None:
     assert 0 < plan.mapped["low"] < 29e9 * (1 - KEPT_FREE) - parts["high"].bytes and plan.mapped["text_encoder"] == 0
     assert plan_host(parts, 64 * 10**9).mapped == {} and plan_host(parts, None).pins is None
     assert plan_host(parts, 15 * 10**9).mapped.keys() == {"text_encoder", "low", "high"}
+
+
+@given(gib=st.floats(8, 64))
+def test_what_reads_files_in_every_step_leaves_memory_for_the_process(gib):
+    """With 16 GiB one expert of 13.3 was pinned whole, and the process ended in its second video."""
+    parts = everyday(scaled=True)
+    plan = plan_host(parts, int(gib * GIB))
+    pinned = sum(parts[name].bytes for name in parts if name not in plan.mapped) + sum(plan.mapped.values())
+    assert plan.mapped.keys() <= {"text_encoder"} or pinned + UNPLANNED <= gib * GIB
 
 
 @given(gib=st.floats(0.1, 100), scaled=st.booleans(), stored=st.sampled_from([torch.bfloat16, torch.float16]))
