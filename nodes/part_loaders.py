@@ -11,13 +11,14 @@ from comfy_api.latest import io, ui
 from torch import nn
 
 from wan_core.checkpoint import load_text_encoder, load_vae
+from wan_core.checkpoint.load import load_vision, vision_dtype
 from wan_core.config import PRECISIONS, QUANTIZED, VAE_PRECISIONS
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
-from wan_core.pipeline.sources import recognise, recognise_vision, vision_dtype
+from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
@@ -28,7 +29,7 @@ from .workers import WorkersSocket, WorkersText, WorkersVAE, device_of, workers_
 PARTS: dict[str, tuple[str, Callable[[Path], Part]]] = {
     "text_encoder": ("text_encoders", lambda path: recognise(path, "text_encoder", load_text_encoder)),
     "vae": ("vae", lambda path: recognise(path, "vae", load_vae)),
-    "clip_vision": ("clip_vision", recognise_vision),
+    "clip_vision": ("clip_vision", lambda path: recognise(path, "clip_vision", load_vision)),
 }
 """By widget: ComfyUI's folder of its files, and what recognises one."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.encoder_files import huggingface_names
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, save
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.encoders import load_speech, load_vision
+from wan_core.checkpoint.load import load_speech, load_vision
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors

@@ -13,7 +13,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2FeatureExtractor, Wav2Vec2Model
 from tests.animate_references import DATA
 from tests.s2v_references import SOUNDS, draw_states
 from wan_core.checkpoint import CheckpointError
-from wan_core.checkpoint.encoders import load_speech
+from wan_core.checkpoint.load import load_speech
 from wan_core.models.wan.families.s2v.inputs import audio_features, clip_count, resampled
 
 
@@ -80,7 +80,7 @@ def test_files_of_hugging_face_and_comfyui_load(state, tmp_path):
     ("gone", "message"),
     [
         ("encoder.layers.1.attention.k_proj.bias", r"missing \(encoder\.layers\.1"),
-        ("encoder.pos_conv_embed.conv.parametrizations.weight.original0", "weight_g is missing"),
+        ("encoder.pos_conv_embed.conv.parametrizations.weight.original0", "weight_g or weight_v is missing"),
         ("feature_extractor.conv_layers.2.layer_norm.weight", "of another kind, 128 wide"),
         ("feature_extractor.conv_layers.0.conv.weight", "not a wav2vec 2.0 speech encoder"),
     ],

@@ -21,7 +21,7 @@ from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
 from tests.encoder_files import write_speech, write_vae
 from tests.pipeline.test_clips import Stopped, stop_after
-from wan_core.checkpoint.encoders import load_speech
+from wan_core.checkpoint.load import load_speech
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.planning import plan_memory
@@ -319,7 +319,7 @@ def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, t
             {"audio_encoder": str(folder / "wav2vec2.safetensors"), "high": str(folder / "large.safetensors")},
             "2 layers, 128 wide; the transformer needs 24 layers, 1024 wide",
         ),
-        ({"audio_encoder": str(folder / "small.safetensors")}, "not a wav2vec 2.0 speech encoder"),
+        ({"audio_encoder": str(folder / "small.safetensors")}, "a wav2vec 2.0 speech encoder is expected here"),
     ):
         with pytest.raises((OptionError, ValueError), match=message):
             find(**changed)()

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import unsupported as foreign
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config, unwrapped
+from wan_core.checkpoint.layouts_encoders import speech_config, vision_config
 from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
@@ -39,6 +40,13 @@ KINDS: dict[str, str] = {
     "dit": "a Wan transformer",
     "text_encoder": "a UMT5 text encoder",
     "vae": "a Wan VAE",
+    "clip_vision": "a CLIP vision encoder",
+    "audio_encoder": "a wav2vec 2.0 speech encoder",
+}
+EXAMPLES = {  # of kinds that are named after no model of Wan
+    "clip_vision": "clip_vision_h.safetensors, image_encoder of a Diffusers release, or "
+    "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
+    "audio_encoder": "wav2vec2-large-xlsr-53-english, or ComfyUI's wav2vec2_large_english_fp16.safetensors",
 }
 TOKENIZER = "spiece_model"  # a tokenizer embedded as bytes, as in ComfyUI's text encoder files
 
@@ -85,8 +93,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
         raise CheckpointError(f"{label}, and {KINDS[expected]} is expected here.")
     reached = {ours: theirs for theirs, ours in reversed(official.items())}
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in reached.items()}
-    constants = FAMILIES[layout.family].constants if layout.family else None
-    unexpected = [n for n in names if n not in official and not (constants is not None and constants.fullmatch(n))]
+    unexpected = [n for n in names if n not in official and not (layout.unread and layout.unread.fullmatch(n))]
     twins = [theirs for theirs, ours in official.items() if checkpoint.tensors[theirs].shape != shapes[ours]]
     if twins:  # a tensor stored twice, as Hugging Face's files may have the embedding
         raise CheckpointError(f"{label}, but {counted(twins, 'stored twice with different shapes')}.")
@@ -154,6 +161,7 @@ def _find_layout(names: Collection[str], expected: Kind | None, family: Family |
         raise CheckpointError(f"its tensors are not those of a transformer of the family {family.name}.")
     seems = foreign.recognise(names, foreign.OTHERS) or f"unknown; its tensors are {listing(sorted(names), 3)}"
     wanted = KINDS[expected] if expected else "a Wan transformer, a UMT5 text encoder or a Wan VAE"
+    wanted += f" ({EXAMPLES[expected]})" if expected in EXAMPLES else ""
     raise CheckpointError(f"not a Wan 2.2 model: it seems to be {seems}. Expected is {wanted}.")
 
 
@@ -193,7 +201,7 @@ def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Map
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and not isinstance(number, bool) and not 0 < number <= MAX_SIZE:
                 raise CheckpointError(f"{label}, but its shapes ask for {field} = {value}, which no model has.")
-    if isinstance(config, TextConfig | DiTConfig):
+    if not isinstance(config, VAEConfig):
         _layers(config.num_layers)
     return config
 
@@ -207,6 +215,8 @@ def _layers(count: int) -> int:
 _READERS: dict[str, Callable[[Shapes, Mapping[str, str]], Config]] = {
     "text_encoder": text_config,
     "vae": vae_config,
+    "clip_vision": vision_config,
+    "audio_encoder": speech_config,
 }
 
 

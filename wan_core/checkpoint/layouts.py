@@ -3,9 +3,9 @@
 A layout is a function `names -> {file name: official name} | None`: None when the names are not in this layout,
 otherwise every name that it knows. `detect` reports names it leaves out as unexpected, and official names it
 leaves unreached as missing. Official names are those of the Wan 2.2 repository, which are also the parameter names of
-our modules. The tables of transformers are their families' (`wan_core.models.wan.families`), that of VAEs is
-`layouts_vae`. Diffusers folders and ComfyUI's files name a UMT5 encoder's tensors as Hugging Face's `UMT5EncoderModel`
-does; they are translated by the tables below.
+our modules. The tables of transformers are their families' (`wan_core.models.wan.families`), those of VAEs and of the
+encoders of pictures and sound are `layouts_vae` and `layouts_encoders`. Diffusers folders and ComfyUI's files name a
+UMT5 encoder's tensors as Hugging Face's `UMT5EncoderModel` does; they are translated by the tables below.
 
 `LAYOUTS` is tried in order. A prefix common to all names (`model.diffusion_model.`, `vae.`) is taken off before, for
 any kind. Source: Wan2.2/wan/modules/*.py.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
+from wan_core.checkpoint.layouts_encoders import VISION_LAYOUTS, speech_names, vision_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names, tiny_vae_names
 from wan_core.checkpoint.opened import CheckpointError
 from wan_core.models.text.umt5 import TextConfig
@@ -162,7 +163,7 @@ def _identity(names: Collection[str], pattern: re.Pattern[str]) -> dict[str, str
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
-Kind: TypeAlias = Literal["dit", "text_encoder", "vae"]
+Kind: TypeAlias = Literal["dit", "text_encoder", "vae", "clip_vision", "audio_encoder"]
 
 
 class Layout(NamedTuple):
@@ -170,14 +171,22 @@ class Layout(NamedTuple):
     name: str
     names: Callable[[Collection[str]], dict[str, str] | None]
     family: str = ""  # of a transformer
+    unread: re.Pattern[str] | None = None  # names of tensors that may be there and are not read
 
 
+_ANY = re.compile(".*", re.DOTALL)
 LAYOUTS = (
-    *(Layout("dit", name, names, family.name) for family in FAMILIES.values() for name, names in family.layouts),
+    *(
+        Layout("dit", name, names, family.name, family.constants)
+        for family in FAMILIES.values()
+        for name, names in family.layouts
+    ),
     Layout("text_encoder", "official", partial(_identity, pattern=_TEXT)),  # models_t5_umt5-xxl-enc-bf16.pth
     Layout("text_encoder", "huggingface", hf_text_names),
     Layout("text_encoder", "llama.cpp", gguf_text_names),
     Layout("vae", "official", partial(_identity, pattern=_VAE)),  # Wan2.1_VAE.pth and Wan2.2_VAE.pth
     Layout("vae", "diffusers", diffusers_vae_names),
     Layout("vae", "tiny", tiny_vae_names),
+    *(Layout("clip_vision", name, partial(vision_names, layout=name), "", _ANY) for name in VISION_LAYOUTS),
+    Layout("audio_encoder", "huggingface", speech_names, "", _ANY),
 )

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Detected, detect, empty_module
-from wan_core.checkpoint.encoders import find_tokenizer
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.staged import USUAL, Reading, reading
+from wan_core.checkpoint.tokenizer_file import find_tokenizer
 from wan_core.config import OptionError
+from wan_core.models.audio.wav2vec2 import SpeechEncoder
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8
@@ -116,6 +118,37 @@ def load_text_encoder(
         return TextEncoder(encoder, text_tokenizer)
     except ValueError as fault:
         raise CheckpointError(str(fault), where=checkpoint.where) from fault
+
+
+def load_vision(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, how: Reading = USUAL
+) -> VisionEncoder:
+    """A CLIP vision encoder from a file, folder or state dict, in eval mode. dtype None keeps what is stored; half
+    precision is `vision_dtype`.
+
+    Raises `CheckpointError`: not a whole CLIP vision encoder.
+    """
+    checkpoint = open_checkpoint(source)
+    half = None if dtype is None else vision_dtype(dtype)
+    module = _filled(checkpoint, detect(checkpoint, "clip_vision"), device, half, how=how)
+    assert isinstance(module, VisionEncoder)
+    return module
+
+
+def vision_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision of a CLIP vision encoder is float16, as it is stored and as the reference computes."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
+def load_speech(source: Source, *, device: str | torch.device = "cpu") -> SpeechEncoder:
+    """A speech encoder from a file, folder or state dict, in eval mode, in float32.
+
+    Raises `CheckpointError`: not a whole speech encoder of this kind.
+    """
+    checkpoint = open_checkpoint(source)
+    module = _filled(checkpoint, detect(checkpoint, "audio_encoder"), device, torch.float32)
+    assert isinstance(module, SpeechEncoder)
+    return module
 
 
 def _filled(

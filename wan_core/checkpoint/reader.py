@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
+from wan_core.checkpoint.layouts_encoders import assembled
 from wan_core.checkpoint.opened import (
     Checkpoint,
     CheckpointError,
@@ -101,9 +102,9 @@ def with_assembled(checkpoint: Checkpoint) -> Checkpoint:
     packed, scaled or of different dtypes stay as they are, and `detect` says that they are unexpected."""
     tensors = checkpoint.tensors
     shapes = {name: info.shape for name, info in tensors.items()}
-    wanted: dict[str, Assembled] = {}
-    for family in FAMILIES.values():
-        wanted |= {name: one for name, one in family.assembled(shapes).items() if _plain(checkpoint, one)}
+    tables = (assembled, *(family.assembled for family in FAMILIES.values()))
+    every = [item for table in tables for item in table(shapes).items()]
+    wanted = {name: one for name, one in every if _plain(checkpoint, one)}
     if not wanted:
         return checkpoint
     gone = {part for one in wanted.values() for part in one.parts}
@@ -117,15 +118,16 @@ def with_assembled(checkpoint: Checkpoint) -> Checkpoint:
 
 def _plain(checkpoint: Checkpoint, one: Assembled) -> bool:
     parts = [checkpoint.tensors[part] for part in one.parts]
-    return len({part.dtype for part in parts}) == 1 and all(part.packing is None for part in parts)
+    joined = one.make is not None or len({part.dtype for part in parts}) == 1
+    return joined and all(part.packing is None for part in parts)
 
 
 def _reader(read: Callable[[str], Tensor], wanted: dict[str, Assembled]) -> Callable[[str], Tensor]:
     def assemble(name: str) -> Tensor:
         if name not in wanted:
             return read(name)
-        parts = [read(part) for part in wanted[name].parts]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(wanted[name].shape)
+        parts, one = [read(part) for part in wanted[name].parts], wanted[name]
+        return (torch.cat(parts) if one.make is None else one.make(parts)).reshape(one.shape)
 
     return assemble
 

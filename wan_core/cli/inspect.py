@@ -11,7 +11,6 @@ from typing import Any
 
 from wan_core.checkpoint import detect, find_parts, open_checkpoint
 from wan_core.checkpoint.detect import KINDS, expected_shapes
-from wan_core.checkpoint.encoders import PREFIX, find_speech, find_vision
 from wan_core.checkpoint.lora.names import OTHER_EXPERT, is_lora, told_experts
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.opened import Checkpoint
@@ -81,7 +80,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
         if is_lora(checkpoint.tensors):
             file |= _lora(checkpoint)
         else:
-            file |= _encoder(checkpoint) or _model(checkpoint, path)
+            file |= _model(checkpoint, path)
         file |= _from_metadata_and_name(checkpoint.metadata, path, file)
     except UserError as fault:
         file["problems"].append(str(fault))
@@ -95,20 +94,6 @@ def precisions(checkpoint: Checkpoint) -> dict[str, float]:
         total[info.packing or str(info.dtype).removeprefix("torch.")] += info.nbytes
     whole = sum(total.values()) or 1
     return {kind: round(count / whole, 4) for kind, count in total.most_common()}
-
-
-def _encoder(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The description of an encoder of pictures or of sound; empty for another file. Raises CheckpointError for one
-    that is damaged, or not Wan's."""
-    names = [name.removeprefix(PREFIX) for name in checkpoint.tensors]
-    if any(name.startswith(("vision_model.", "visual.")) for name in names):
-        vision = find_vision(checkpoint)
-        config, kind, layout = vision.config, "a CLIP vision encoder", vision.layout
-    elif any(name.startswith("feature_extractor.conv_layers.") for name in names):
-        config, kind, layout = find_speech(checkpoint), "a wav2vec 2.0 speech encoder", "huggingface"
-    else:
-        return {}
-    return {"kind": kind, "layout": layout, "shape": {"num_layers": config.num_layers, "dim": config.dim}}
 
 
 def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
@@ -131,6 +116,8 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     elif isinstance(config, VAEConfig):
         about["family"] = "Wan 2.2 VAE" if config.patch == 2 else "Wan 2.1 VAE"
         about["shape"] = {"latent_channels": config.z_dim, "stride": config.spatial_stride}
+    else:
+        about["shape"] = {"num_layers": config.num_layers, "dim": config.dim}
     return about
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint import open_checkpoint
-from wan_core.checkpoint.encoders import find_speech, load_speech
+from wan_core.checkpoint import detect
+from wan_core.checkpoint.load import load_speech
 from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import Report
@@ -46,12 +46,11 @@ def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | 
             f"{task.name} needs an encoder of its sound: add --audio-encoder FILE, "
             "wav2vec2_large_english_fp16.safetensors or the folder wav2vec2-large-xlsr-53-english"
         )
-    checkpoint, (count, width) = open_checkpoint(path), states
-    config = find_speech(checkpoint)
-    if (config.num_layers + 1, config.dim) != (count, width):
+    config = cast(SpeechConfig, detect(path, "audio_encoder").config)
+    if config.states != states:
         raise OptionError(
             f"the encoder of sound has {config.num_layers} layers, {config.dim} wide; the transformer needs "
-            f"{count - 1} layers, {width} wide: not of one model"
+            f"{states[0] - 1} layers, {states[1]} wide: not of one model"
         )
     return Speech(path, lambda device: load_speech(path, device=device), config)
 

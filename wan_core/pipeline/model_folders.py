@@ -15,10 +15,10 @@ from typing import cast
 
 from wan_core.checkpoint import detect, find_parts, open_checkpoint
 from wan_core.checkpoint.detect import Kind
-from wan_core.checkpoint.encoders import find_speech, find_vision_file
 from wan_core.config import LoadOptions, OptionError, UserError
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.model_files import TEXT_ENCODERS, TRANSFORMERS, models_root, task_hint
+from wan_core.models.audio.wav2vec2 import SpeechConfig
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -116,9 +116,13 @@ def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool) 
     if options.vae is None:
         searched["vae"] = vaes(root, config.out_channels)
     if options.clip_vision is None and config.image_dim is not None:
-        searched["clip_vision"] = [path for path in files(root, ("clip_vision",)) if is_vision(path)]
+        searched["clip_vision"] = [path for path, _ in recognised(root, ("clip_vision",), "clip_vision")]
     if options.audio_encoder is None and (states := family_of(config).speech_states(config)) is not None:
-        searched["audio_encoder"] = [path for path in files(root, ("audio_encoders",)) if speech_states(path) == states]
+        searched["audio_encoder"] = [
+            path
+            for path, one in recognised(root, ("audio_encoders",), "audio_encoder")
+            if cast(SpeechConfig, one).states == states
+        ]
     return chosen | {part: largest(part, paths) for part, paths in searched.items() if paths}
 
 
@@ -216,23 +220,6 @@ def recognised(root: Path, folders: Sequence[str], kind: Kind) -> Iterator[tuple
             yield path, detect(path, kind).config
         except UserError as fault:
             log.info("%s is left out: %s", path, fault)
-
-
-def is_vision(path: Path) -> bool:
-    try:
-        find_vision_file(path)
-    except UserError:
-        return False
-    return True
-
-
-def speech_states(path: Path) -> tuple[int, int] | None:
-    """How many states, and how wide, the speech encoder in `path` gives; None: it holds none."""
-    try:
-        config = find_speech(open_checkpoint(path))
-    except UserError:
-        return None
-    return config.num_layers + 1, config.dim
 
 
 def files(root: Path, folders: Sequence[str]) -> list[Path]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
-from wan_core.checkpoint.encoders import find_vision_file, load_vision
+from wan_core.checkpoint.load import load_vision
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import USUAL, Reading
@@ -107,7 +107,7 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
                 f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
                 "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
             )
-        parts["clip_vision"] = recognise_vision(clip_vision)
+        parts["clip_vision"] = recognise(clip_vision, "clip_vision", load_vision)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
     dit = cast(DiTConfig, parts["high"].config)
@@ -139,28 +139,6 @@ def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tup
     if task.two_experts and "low" not in parts:
         raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
     return task, why
-
-
-def recognise_vision(path: Path) -> Part:
-    """The CLIP vision encoder in `path`. Raises CheckpointError for a file of another kind."""
-    checkpoint, detected = find_vision_file(path)
-    infos = [checkpoint.tensors[theirs] for theirs, _ in detected.names.values()]
-    return Part(
-        f"{checkpoint.where} ({detected.layout})",
-        detected.config,
-        max(infos, key=lambda info: info.nbytes).dtype,
-        parameter_count(detected.config),
-        lambda device, dtype, quantization, loras=None, how=USUAL: load_vision(
-            checkpoint if how.share is None else how.share(checkpoint), device=device, dtype=vision_dtype(dtype)
-        ),
-        path=path,
-        stored_bytes=sum(info.nbytes for info in infos),
-    )
-
-
-def vision_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision of a CLIP vision encoder is float16, as it is stored and as the reference computes."""
-    return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
 def clues_of(part: Part, *, alone: bool) -> Clues:
@@ -248,7 +226,7 @@ def recognise(
             device=device,
             dtype=dtype,
             how=how,
-            **({} if kind == "vae" else {"quantization": quantization}),
+            **({"quantization": quantization} if kind in ("dit", "text_encoder") else {}),
             **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
         path=source.path if isinstance(source, Checkpoint) else Path(source),

@@ -42,6 +42,11 @@ class SpeechConfig:
         return self.dim // HEAD_DIM
 
     @property
+    def states(self) -> tuple[int, int]:
+        """How many states it gives, what goes into each layer and comes out of the last, and how wide they are."""
+        return self.num_layers + 1, self.dim
+
+    @property
     def least_samples(self) -> int:
         """Samples that become one frame."""
         count = 1
@@ -162,7 +167,7 @@ class Encoder(nn.Module):
 
 
 class SpeechEncoder(nn.Module):
-    """Features of speech. Weights come from `wan_core.checkpoint.encoders.load_speech`; the reference computes in
+    """Features of speech. Weights come from `wan_core.checkpoint.load.load_speech`; the reference computes in
     float32."""
 
     def __init__(self, config: SpeechConfig) -> None:

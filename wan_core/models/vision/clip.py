@@ -67,7 +67,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """Features of an image. Weights come from `wan_core.checkpoint.encoders.load_vision`."""
+    """Features of an image. Weights come from `wan_core.checkpoint.load.load_vision`."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()

@@ -105,10 +105,12 @@ class Choice(NamedTuple):
 
 
 class Assembled(NamedTuple):
-    """A tensor that a layout stores in parts, which are joined along the first axis, or in another `shape`."""
+    """A tensor that a layout stores in parts, or in another `shape`. make: what it is of their values; None: the parts
+    are joined along the first axis."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
+    make: Callable[[list[Any]], Any] | None = None
 
 
 class VideoSize(NamedTuple):
