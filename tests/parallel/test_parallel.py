@@ -143,12 +143,11 @@ def test_known_pictures_are_encoded_as_one_rank_does(ranks, alone, tmp_path, mes
     assert torch.equal(answers[0][0], wanted[0]) or mesh == "1x3x1"
 
 
-@pytest.mark.parametrize(("mesh", "backend"), [("1x2x1", "eager"), ("1x1x2", "aot_eager")])
-def test_compiled_blocks(ranks, alone, mesh, backend):
+def test_compiled_blocks(ranks, alone):
     """All that torch makes of a block before it writes kernels; those are the GPUs' tests'. One expert runs both
-    steps, so that it alone is compiled."""
+    steps, so that it alone is compiled. Attention, where a mesh makes a difference, is not."""
     request = {"steps": 2, "boundary": 0.01, "guidance_mode": "sequential", "width": 80, "height": 80, "frames": 5}
-    equal_on_all(together(ranks, mesh=mesh, request=request, compile=backend), alone(request=request))
+    equal_on_all(together(ranks, mesh="1x2x1", request=request, compile="aot_eager"), alone(request=request))
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x1x4", "1x4x1", "1x2x2"])
