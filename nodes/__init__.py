@@ -9,40 +9,24 @@ leaves the limits of the inputs that `validate_inputs` names to it."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from comfy_api.latest import ComfyExtension, io
 
 from wan_core.config.printing import plain_logs
 
-from . import (
-    accelerate,
-    animate,
-    card,
-    conditioning,
-    control,
-    from_model,
-    host,
-    lora,
-    model_loader,
-    part_loaders,
-    prompts,
-    report,
-    sampling,
-    skipping,
-    sound,
-    video,
-    workers,
-)
+from . import host
 from .schema import CATEGORIES, checked
 
 plain_logs()
-MODULES = (model_loader, part_loaders, conditioning, sampling, report, video, skipping, card, lora, workers, accelerate)
-MODULES += (from_model, animate, sound, control, prompts)
-NODES: list[type[io.ComfyNode]] = [
-    checked(node)
-    for module in MODULES
+FOUND = {
+    name: node
+    for module in (importlib.import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__))
     for name, node in vars(module).items()
     if name in CATEGORIES and node.__module__ == module.__name__
-]
+}
+NODES: list[type[io.ComfyNode]] = [checked(FOUND[name]) for name in CATEGORIES]
 
 
 class WanCoreExtension(ComfyExtension):

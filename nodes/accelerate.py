@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from comfy_api.latest import io, ui
-from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.cache.speed import attention_at_speed
 from wan_core.sampling.native.attention import COMFYUI
-from wan_core.sampling.native.plan import WholeRun
 from wan_core.sampling.plan import MAX_STEPS
 from wan_core.sampling.sparsity.run import check_kernel
 
@@ -69,11 +67,6 @@ class WanCoreAccelerate(io.ComfyNode):
                     "estimates it from the sampler's sigmas: exact for the schedulers simple, normal, sgm_uniform and "
                     "ddim_uniform.",
                 ),
-                io.Sigmas.Input(
-                    "sigmas",
-                    optional=True,
-                    tooltip="The sigmas of the whole run, before they were split, for samplers that take SIGMAS.",
-                ),
             ],
             outputs=[output(io.Model, "model_out", "For the sampler.")],
         )
@@ -94,19 +87,17 @@ class WanCoreAccelerate(io.ComfyNode):
         compare: str = "auto",
         skipping: SkipOptions | None = None,
         steps: int = 0,
-        sigmas: Tensor | None = None,
     ) -> io.NodeOutput:
         transformer = host.check_wan(model)
         options = replace(skipping or SkipOptions(), speed=speed)
         attention = attention_at_speed(attention, speed)
-        whole = WholeRun(steps, () if sigmas is None else tuple(sigmas.tolist()))
         head_dim = transformer.dim // transformer.num_heads
         place = model.load_device, host.compute_dtype(model), head_dim
         name = attention if attention == COMFYUI else resolve_attention(attention, *place)[0]
         lines = [f"attention: {name}"]
         if options.sparse is not None:
             check_kernel(options.sparse, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
-        accelerated = host.accelerate(model, attention, options, host.reporter(), whole, compare)
+        accelerated = host.accelerate(model, attention, options, host.reporter(), steps, compare)
         if options != SkipOptions():
             lines.append(f"left out: {skip_words(options)}")
         lines += host.words_before(accelerated)

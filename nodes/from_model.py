@@ -73,9 +73,7 @@ class WanCoreFromModel(io.ComfyNode):
         residency: str | None = None,
         workers: object = UNCONNECTED,
     ) -> bool:
-        """Check the choices like the model loader. Raises OptionError."""
-        check_choices(precision, keep_blocks or 0, attention, None)
-        return check_residency(residency, workers is not UNCONNECTED)
+        return check_choices(precision, attention, keep_blocks, residency, workers)
 
     @classmethod
     def execute(cls, model: Any, low: Any = None, workers: WorkersSocket | None = None, **values: Any) -> io.NodeOutput:

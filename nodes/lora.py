@@ -20,7 +20,6 @@ from .memory import ModelSocket
 from .schema import output, schema
 from .sockets import MODEL
 
-LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
 NONE, SAME = "none", "the file above"
 EMBEDDED = {f"tiny 4-step {expert} (embedded)": path for expert, path in TINY_LORAS.items()}
 MAX_STRENGTH = 100.0
@@ -48,7 +47,7 @@ class WanCoreLoRA(io.ComfyNode):
         return schema(
             "WanCoreLoRA",
             "WanCore LoRA",
-            aliases="wan lora, lora loader, lora stack, lightx2v",
+            aliases="wan lora, lora loader, lightx2v",
             shows_text=True,
             description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
             "chained.",
@@ -69,17 +68,6 @@ class WanCoreLoRA(io.ComfyNode):
                     tooltip="The LoRA of the low-noise expert. 'the file above': one file for both experts.",
                 ),
                 _strength("low"),
-                LORA_STACK.Input(
-                    "lora_stack",
-                    optional=True,
-                    tooltip="A list of LoRAs from another pack, put on before the files above: each for the expert "
-                    "that its name or metadata says, for both if neither does. Strengths for CLIP have no effect.",
-                ),
-                LORA_STACK.Input(
-                    "lora_stack_low",
-                    optional=True,
-                    tooltip="A list for the low-noise expert; the other one is then for the high-noise expert alone.",
-                ),
             ],
             outputs=[
                 output(MODEL, "model_out", "The model with the LoRA on it."),
@@ -105,19 +93,13 @@ class WanCoreLoRA(io.ComfyNode):
         strength_high: float,
         low: str,
         strength_low: float,
-        lora_stack: object = None,
-        lora_stack_low: object = None,
     ) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         files, two = _files(high, low), model.experts.low is not None
         if not two and low not in (SAME, NONE):
             raise OptionError(f"{low} is given for the low-noise expert, and this model has one transformer only")
-        if not two and lora_stack_low is not None:
-            raise OptionError("lora_stack_low is for a low-noise expert, and this model has one transformer only")
         strengths = {"high": strength_high, "low": strength_low}
-        options = _stacked(lora_stack, "lora_stack", "auto" if lora_stack_low is None else "high")
-        options += _stacked(lora_stack_low, "lora_stack_low", "low")
-        options += [
+        options = [
             LoraOptions(path=str(path), strength=strengths[expert], expert=expert)
             for expert, path in files.items()
             if two or expert == "high"
@@ -137,23 +119,3 @@ def _files(high: str | None, low: str | None) -> dict[str, Path]:
     Raises OptionError."""
     names = {"high": high, "low": high if low == SAME else low}
     return {expert: locate("loras", name, EMBEDDED) for expert, name in names.items() if name not in (None, NONE)}
-
-
-def _stacked(stack: object, name: str, expert: str) -> list[LoraOptions]:
-    """The LoRAs of a list from another pack. Raises OptionError for anything else than names and strengths."""
-    if stack is None:
-        return []
-    if not isinstance(stack, list | tuple):
-        raise OptionError(
-            f"{name} is a {type(stack).__name__}; a list of (name, strength, strength for CLIP) is needed"
-        )
-    options = []
-    for place, entry in enumerate(stack, start=1):
-        numbers = entry[1:] if isinstance(entry, list | tuple) and len(entry) == 3 else ()
-        if not numbers or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
-            raise OptionError(
-                f"entry {place} of {name} is {repr(entry)[:100]}; (name, strength, strength for CLIP) is needed"
-            )
-        path = locate("loras", entry[0], {})
-        options.append(LoraOptions(path=str(path), strength=float(numbers[0]), expert=expert))
-    return options

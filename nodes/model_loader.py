@@ -86,9 +86,8 @@ class WanCoreModelLoader(io.ComfyNode):
         residency: str | None = None,
         workers: object = UNCONNECTED,
     ) -> bool:
-        experts = find_experts(*_paths(high, low)) if high is not None else None
-        check_choices(precision, keep_blocks or 0, attention, None if experts is None else experts.dit)
-        return check_residency(residency, workers is not UNCONNECTED)
+        dit = None if high is None else find_experts(*_paths(high, low)).dit
+        return check_choices(precision, attention, keep_blocks, residency, workers, dit)
 
     @classmethod
     def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: Any) -> list[tuple[str, int]]:
@@ -148,27 +147,36 @@ def _paths(high: str, low: str | None) -> list[Path]:
     return paths if low in (None, ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def check_choices(precision: str | None, keep_blocks: int, attention: str | None, dit: DiTConfig | None) -> None:
-    """Raise OptionError or AttentionError for what this device or, if it is known, the model does not allow."""
+def check_choices(
+    precision: str | None,
+    attention: str | None,
+    keep_blocks: int | None,
+    residency: str | None,
+    workers: object,
+    dit: DiTConfig | None = None,
+) -> bool:
+    """For `validate_inputs`, where None comes through a link. Raises OptionError or AttentionError for what this device
+    or, if it is known, the model does not allow."""
     device = host.device()
     if precision is not None:
         check_choice("precision", precision, PRECISIONS)
-        quantization = find_quantization(precision, device, keep_blocks)
+        quantization = find_quantization(precision, device, keep_blocks or 0)
         if dit is not None:
             check_quantization(quantization, dit)
     if attention not in (None, "auto"):
         dtype = compute_dtype(precision or "checkpoint", device)
         head_dim, needs_lse = (None, False) if dit is None else (dit.head_dim, dit.merges_attention)
         resolve_attention(attention, device, dtype, head_dim, needs_lse=needs_lse)
+    check_residency(residency, workers is not UNCONNECTED)
+    return True
 
 
-def check_residency(residency: str | None, with_workers: bool) -> bool:
-    """Raise OptionError for one that is not known, and for one of workers without them. None comes through a link."""
+def check_residency(residency: str | None, with_workers: bool) -> None:
+    """Raise OptionError for one that is not known, and for one of workers without them."""
     if residency is not None:
         check_choice("residency", residency, RESIDENCIES)
     if residency == "shard" and not with_workers:
         raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
-    return True
 
 
 def _computing(settings: ModelSettings) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.native.plan import WholeRun, joined
+from wan_core.sampling.native.plan import joined
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Expert
@@ -41,7 +41,7 @@ def of_comfy_samplers(graph: Mapping[str, Any], node: str) -> dict[str, Any]:
 
 
 def native_plan(
-    model: Any, values: Mapping[str, Any], model_low: Any, latent: dict[str, Any] | None, seconds_per_forward: float
+    model: Any, values: Mapping[str, Any], model_low: Any, latent: dict[str, Any] | None
 ) -> tuple[Plan, float | None]:
     """The plan of ComfyUI's samplers with a MODEL, and of a second one with `model_low`, and the estimated seconds;
     None: not known. values: as of `of_comfy_samplers`, and `sigmas`. Raises OptionError."""
@@ -70,9 +70,8 @@ def native_plan(
     seconds: dict[Expert, float] = {}
     for expert, part in zip(plan.experts, parts if len(parts) > 1 else parts * 2, strict=False):
         ours = host.accelerated(part[0])
-        measured = ours.pace[0] if ours is not None and ours.pace else 0.0
-        if seconds_per_forward or measured:
-            seconds[expert] = seconds_per_forward or measured
+        if ours is not None and ours.pace:
+            seconds[expert] = ours.pace[0]
     return plan, plan.estimate(seconds)
 
 
@@ -87,7 +86,7 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     both = cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)
     request = SamplerRequest(
         sigmas=tuple(sigmas),
-        whole=WholeRun() if ours is None else ours.whole,
+        whole_steps=0 if ours is None else ours.whole_steps,
         solver=sampler,
         guidance=cfg,
         branches=("cond", "uncond") if both else ("cond",),
@@ -96,10 +95,10 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         image=latent is not None and "noise_mask" in latent,
     )
     plan, _ = build_sampler_plan(request, native)
-    for high, low in host.skip_layer_ranges(model.model_options):
-        note = f"skip-layer guidance runs the prompt once more where sigma is {low:.4g} to {high:.4g}: not counted"
-        plan = replace(plan, notes=(*plan.notes, note))
-    plan = replace(plan, notes=(*plan.notes, f"{sampler} is counted as one evaluation of the model a step"))
+    notes = [*plan.notes, f"{sampler} is counted as one evaluation of the model a step"]
+    if host.skip_layer_passes(model.model_options):
+        notes.append("skip-layer guidance runs the prompt once more in steps of its range: not counted")
     if request.windows is not None:
-        plan = replace(plan, notes=(*plan.notes, "each context window is a forward of its own: not counted"))
+        notes.append("each context window is a forward of its own: not counted")
+    plan = replace(plan, notes=tuple(notes))
     return plan if size is None else with_costs(plan, native.config, size)

@@ -17,12 +17,11 @@ from wan_core.models.wan.families.wan.inputs import handed_of, known_of
 from wan_core.pipeline.comfy_conditioning import prompt_starts
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.plan_drawing import draw_plan
-from wan_core.sampling.steps import Expert
 
 from .memory import ModelSocket
 from .native_plan import native_plan, of_comfy_samplers
 from .plan_inputs import of_the_sampler, plan_of
-from .schema import ADVANCED, output, schema
+from .schema import output, schema
 from .sockets import CONDITIONING, EITHER_MODEL, REPORT, SKIPPING
 
 
@@ -68,18 +67,6 @@ class WanCorePlanPreview(io.ComfyNode):
                     optional=True,
                     tooltip="For a MODEL: the low-noise expert, where a second sampler runs it.",
                 ),
-                io.Float.Input(
-                    "seconds_per_forward",
-                    **ADVANCED,
-                    default=0.0,
-                    min=0.0,
-                    max=100000.0,
-                    step=0.01,
-                    round=0.0001,
-                    optional=True,
-                    tooltip="Seconds of one forward of a transformer, for the time estimate. 0: as measured in the "
-                    "last run of this model, if there was one.",
-                ),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),
@@ -103,7 +90,6 @@ class WanCorePlanPreview(io.ComfyNode):
         skipping: SkipOptions | None = None,
         sigmas: Tensor | None = None,
         model_low: Any = None,
-        seconds_per_forward: float = 0.0,
     ) -> io.NodeOutput:
         graph, node = cls.hidden.prompt, cls.hidden.unique_id
         if not isinstance(model, ModelSocket):
@@ -113,7 +99,7 @@ class WanCorePlanPreview(io.ComfyNode):
                     "caching and sparse attention of a MODEL are those of its own nodes"
                 )
             values = of_comfy_samplers(graph, node) | {"sigmas": sigmas}
-            return cls._shown(*native_plan(model, values, model_low, latent, seconds_per_forward))
+            return cls._shown(*native_plan(model, values, model_low, latent))
         if model_low is not None:
             raise OptionError("model_low is for a MODEL of ComfyUI: disconnect it")
         values = of_the_sampler(graph, node) | {"sigmas": sigmas}
@@ -128,8 +114,7 @@ class WanCorePlanPreview(io.ComfyNode):
             length["frames"] = vae.video_frames(latent["samples"].shape[2])
         length["prompt_starts"] = prompt_starts(positive or [])
         plan = plan_of(model, values, skipping, "noise_mask" in (latent or {}), **length)
-        entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
-        return cls._shown(plan, plan.estimate(entered if seconds_per_forward else model.pace))
+        return cls._shown(plan, plan.estimate(model.pace))
 
     @classmethod
     def _shown(cls, plan: Plan, estimate: float | None) -> io.NodeOutput:

@@ -26,7 +26,7 @@ from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
-from wan_core.pipeline.loras import lora_words, notes_of
+from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import recognise
 from wan_core.sampling.cache.skipping import skip_words
@@ -41,7 +41,6 @@ from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .files import name_of
 from .memory import ModelSocket, Sampling, plan_experts
 from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, window_inputs
 from .schema import ADVANCED, output, schema, widgets
@@ -271,20 +270,16 @@ def _sample(model: ModelSocket, run: Sampling, warnings: Sequence[str]) -> tuple
 
 def _settings(model: ModelSocket, plan: Plan, seed: int) -> dict[str, Any]:
     """What reports and latents say of the run."""
-    config, settings, shape = model.experts.vae, model.settings, plan.latent_shape
-    precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
+    config, shape = model.experts.vae, plan.latent_shape
     return {
-        "models": {name: part.source for name, part in model.experts.of.items()},
-        "precision": dict.fromkeys(model.patchers, precision),
-        **({"loras": lora_words(model.loras)} if model.lora_files else {}),
+        **replace(model.settings, loras=model.loras if model.lora_files else {}).describe(),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
         "frames": config.video_frames(shape[2]),
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
         **plan.settings(),
         "seed": seed,
-        "attention": settings.attention,
-        "compile": settings.options.compile,
+        "attention": model.settings.attention,
         "residency": model.options.residency,
     }
 

@@ -20,7 +20,7 @@ from .memory import Held, Weights, evict_all, load, log, read_ahead, room, spare
 from .native import check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
 from .native_model import describe, sampler_sigmas, window_schedule
-from .native_reserve import skip_layer_ranges
+from .native_reserve import skip_layer_passes
 from .native_run import accelerate, accelerated
 from .native_vae import decode_native_to, make_interruptible, native_vae_config
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show

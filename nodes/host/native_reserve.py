@@ -1,16 +1,15 @@
 """How many numbers a step cache keeps of forwards of ComfyUI's own Wan models, known before the run begins.
 
-Every condition keeps residuals of its own, of each of its context windows, and once more where skip-layer guidance runs
-it without some of the blocks. A condition that runs in a few steps alone is counted like the others.
+Every condition keeps residuals of its own, of each context window, and once more where skip-layer guidance runs it
+without some of the blocks. A condition that runs in a few steps or windows alone is counted like the others.
 
 Legend: B batch, C channels, T/Y/X latent frames, rows, columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from inspect import getclosurevars
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import ceil, isclose, nan, prod
 from typing import Any
 
@@ -22,17 +21,8 @@ from wan_core.sampling.steps import Step
 
 AGAIN, INSTEAD = "SkipLayerGuidanceDiT.", "SkipLayerGuidanceDiTSimple."  # ComfyUI's functions have names that begin so
 REFERENCES = ("SCAILWanModel", "SCAIL2WanModel")  # variants with all reference latents and poses among their tokens
-Range = tuple[float, float]
-"""The highest and the lowest sigma."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A condition, as a CONDITIONING socket has it."""
-
-    condition: Mapping[str, Any]
-    place: int  # in its list
-    count: int  # of the prompts in it
+Seen = Callable[[Sequence[int]], list[int]]
+"""The size of latents -> the part of them that a forward sees: all of it, or what is in a context window."""
 
 
 def running(guider: Any, both: bool = False) -> tuple[str, ...]:
@@ -54,35 +44,27 @@ def running(guider: Any, both: bool = False) -> tuple[str, ...]:
     return tuple(name for name in guider.conds if name not in unused)
 
 
-def prompts_of(guider: Any, names: Sequence[str]) -> list[Prompt]:
+def prompts_of(guider: Any, names: Sequence[str]) -> list[Mapping[str, Any]]:
     """What keeps residuals of its own, of the conditions with `names`."""
-    prompts = {}
-    for name in names:
-        several = list(guider.conds[name])
-        prompts[name] = [Prompt(one, place, len(several)) for place, one in enumerate(several)]
     guided = "middle" if hasattr(guider, "cfg2") and not guider.nested else "positive"
     options = guider.model_options
-    again = [guided for _ in skip_layer_ranges(options)]
-    again += ["negative" for _ in _ranges([options.get("sampler_calc_cond_batch_function")], INSTEAD)]
-    return [one for name in (*names, *again) for one in prompts.get(name, ())]
+    again = [guided] * skip_layer_passes(options)
+    again += ["negative"] * _count(INSTEAD, [options.get("sampler_calc_cond_batch_function")])
+    return [one for name in (*names, *again) if name in names for one in guider.conds[name]]
 
 
-def skip_layer_ranges(model_options: Mapping[str, Any]) -> list[Range]:
-    """Where ComfyUI's skip-layer guidance on a MODEL runs prompts a second time."""
-    return list(_ranges(model_options.get("sampler_post_cfg_function", ()), AGAIN))
+def skip_layer_passes(model_options: Mapping[str, Any]) -> int:
+    """How many more times ComfyUI's skip-layer guidance on a MODEL runs prompts, in the steps of its range."""
+    return _count(AGAIN, model_options.get("sampler_post_cfg_function", ()))
 
 
-def _ranges(functions: Iterable[Any], name: str) -> Iterator[Range]:
-    for function in functions:
-        if getattr(function, "__qualname__", "").startswith(name):
-            settings = getclosurevars(function).nonlocals
-            if settings.get("scale", 1.0) > 0:
-                yield settings["sigma_start"], settings["sigma_end"]
+def _count(name: str, functions: Iterable[Any]) -> int:
+    return sum(getattr(function, "__qualname__", "").startswith(name) for function in functions)
 
 
 def most_kept(
     phases: Iterable[Sequence[Step]],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Mapping[str, Any]],
     transformer: Any,
     of_blocks: bool,
     shape: Sequence[int],
@@ -94,45 +76,31 @@ def most_kept(
     """
     slots = max(residual_program(phase, "cond").slots for phase in phases)
     return slots * sum(
-        shape[0] * tokens_seen(transformer, window, shape, prompt.condition) * transformer.dim
-        if of_blocks
-        else prod(window.size(shape))
-        for window in windows_of(shape, model_options)
+        shape[0] * tokens_seen(transformer, seen, shape, prompt) * transformer.dim if of_blocks else prod(seen(shape))
+        for seen in windows_of(shape, model_options)
         for prompt in prompts
-        if window.has(prompt)
     )
 
 
-@dataclass(frozen=True)
-class Window:
-    """What a forward sees of latents of a size: all of them, or one of ComfyUI's context windows."""
-
-    frames: Any = None  # ComfyUI's own window
-    full: int = 0  # how long the latents are where they are cut
-    shares: bool = False  # prompts of one list are shared out among windows
-
-    def has(self, prompt: Prompt) -> bool:
-        return not self.shares or self.frames.get_region_index(prompt.count) == prompt.place
-
-    def size(self, size: Sequence[int]) -> list[int]:
-        """The part of latents of this size that is in the window; all where they are not as long as the video's."""
-        if self.frames is None or len(size) <= self.frames.dim or size[self.frames.dim] != self.full:
-            return list(size)
-        return list(self.frames.get_tensor(torch.empty(tuple(size), device="meta")).shape)
-
-
-def windows_of(size: Sequence[int], model_options: Mapping[str, Any]) -> list[Window]:
+def windows_of(size: Sequence[int], model_options: Mapping[str, Any]) -> list[Seen]:
     """The context windows of latents of this size, the same in every step."""
     handler = model_options.get("context_handler")
     if handler is None or size[handler.dim] <= handler.context_length:
-        return [Window()]
+        return [list]
     windows = handler.get_context_windows(None, torch.empty(tuple(size), device="meta"), model_options)
     for window in windows if getattr(handler, "causal_window_fix", False) else ():  # not before 0.33
         window.causal_anchor_index = window.index_list[0] - 1
-    return [Window(one, size[handler.dim], getattr(handler, "split_conds_to_windows", False)) for one in windows]
+    return [partial(_within, one, size[one.dim]) for one in windows]
 
 
-def tokens_seen(transformer: Any, window: Window, size: Sequence[int], condition: Mapping[str, Any]) -> int:
+def _within(window: Any, full: int, size: Sequence[int]) -> list[int]:
+    """All of latents that are not as long as the video's, `full`."""
+    if len(size) <= window.dim or size[window.dim] != full:
+        return list(size)
+    return list(window.get_tensor(torch.empty(tuple(size), device="meta")).shape)
+
+
+def tokens_seen(transformer: Any, seen: Seen, size: Sequence[int], condition: Mapping[str, Any]) -> int:
     """Tokens of a video of latents [B, C, T, Y, X] in the blocks, with those that a condition adds to them."""
     variant, patch = type(transformer).__name__, transformer.patch_size
     references, more = condition.get("reference_latents") or [], list[Tensor]()
@@ -145,5 +113,5 @@ def tokens_seen(transformer: Any, window: Window, size: Sequence[int], condition
     elif variant in REFERENCES:
         more = [*references, condition.get("pose_video_latent")]
     more = [one for one in (*more, condition.get("time_dim_concat")) if one is not None]
-    sizes = [window.size(one) for one in (size, *(one.shape for one in more))]
+    sizes = [seen(one) for one in (size, *(one.shape for one in more))]
     return sum(prod(ceil(n / p) for n, p in zip(one[2:], patch, strict=True)) for one in sizes)

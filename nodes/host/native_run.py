@@ -26,7 +26,7 @@ from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.native.attention import NativeAttention
-from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
+from wan_core.sampling.native.plan import Part, check_native, falls, place, rising_words
 from wan_core.sampling.native.run import RUN, WARNING, NativeRun
 from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
 from wan_core.sampling.next_speed import next_speed
@@ -53,13 +53,13 @@ def accelerate(
     attention: str,
     options: SkipOptions,
     report: Callable[[str], None],
-    whole: WholeRun = WholeRun(),  # noqa: B008
+    whole_steps: int = 0,
     compare: str = "off",
 ) -> ModelPatcher:
     """A clone of `model` whose self-attention is ours, and which skips what `options` say. attention: as for
-    `NativeAttention`. report: called after every sampling run, with what was accelerated in words. whole: what is known
-    of the run of which a sampler walks a part. compare: 'on': the last step is ComfyUI's own, and the report has its
-    time; 'auto': once for a model and a size, in runs of `COMPARED_FROM` steps and more. Raises OptionError."""
+    `NativeAttention`. report: called after every sampling run, with what was accelerated in words. whole_steps: of the
+    run of which a sampler walks a part; 0: not known. compare: 'on': the last step is ComfyUI's own, and the report has
+    its time; 'auto': once for a model and a size, in runs of `COMPARED_FROM` steps and more. Raises OptionError."""
     from comfy.ldm.modules.attention import optimized_attention
 
     check_native(options)
@@ -77,7 +77,7 @@ def accelerate(
     earlier = split_earlier(hooks.get(OVERRIDE))
     override = hooks[OVERRIDE] = NativeAttention(attention, **earlier, original=optimized_attention, pause=pause)
     ours = {
-        WrappersMP.OUTER_SAMPLE: Accelerated(override, options, report, whole, compare),
+        WrappersMP.OUTER_SAMPLE: Accelerated(override, options, report, whole_steps, compare),
         WrappersMP.APPLY_MODEL: partial(run_forward, override),
     }
     for kind, wrapper in ours.items():
@@ -99,11 +99,11 @@ class Accelerated:
         override: NativeAttention,
         options: SkipOptions,
         report: Callable[[str], None],
-        whole: WholeRun,
+        whole_steps: int,
         compare: str,
     ) -> None:
         self.override, self.options, self.report = override, options, report
-        self.whole, self.compare = whole, compare
+        self.whole_steps, self.compare = whole_steps, compare
         self.pace: list[float] = []  # seconds of a forward in the last run that skipped some
 
     def __call__(
@@ -163,7 +163,7 @@ class Accelerated:
         names = self._branches(guider, sampler)
         request = SamplerRequest(
             sigmas=tuple(sigmas),
-            whole=self.whole,
+            whole_steps=self.whole_steps,
             solver=solver_of(sampler),
             guidance=guider.cfg if names[1:] else 1.0,
             branches=BOTH if names[1:] else BOTH[:1],
@@ -184,8 +184,8 @@ class Accelerated:
                 sparsities = (*(0.0 for _ in range(part.first)), *(step.sparsity for step in plan.steps))
         else:
             shift = getattr(guider.model_patcher.get_model_object("model_sampling"), "shift", 1.0)
-            known = self.whole != WholeRun() and falls(sigmas)
-            part = self.whole.place(sigmas, shift) if known else find_part(sigmas, shift)
+            known = self.whole_steps and falls(sigmas)
+            part = place(sigmas, shift, self.whole_steps) if known else find_part(sigmas, shift)
         compared = _compared.setdefault(guider.model_patcher.model, set())
         open_question = self.compare == "auto" and tuple(shape) not in compared
         now = self.compare == "on" or (open_question and part.total >= COMPARED_FROM)

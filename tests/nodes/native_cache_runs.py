@@ -31,10 +31,9 @@ class World:
 
     def cached(self, model: Any, whole: Any = None, **policy: Any) -> Any:
         from wan_core.config import SkipOptions
-        from wan_core.sampling.native.plan import WholeRun
 
         options = SkipOptions(**policy)
-        return self.accelerate(model, "comfyui", options, self.said.append, whole or WholeRun())
+        return self.accelerate(model, "comfyui", options, self.said.append, whole)
 
     @contextmanager
     def guidance(self, batched: bool) -> Iterator[None]:

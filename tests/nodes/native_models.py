@@ -163,14 +163,14 @@ class Accelerated:
 
 def planned(
     model: Any, steps: int, cfg: float, sampler_name: str, scheduler: str = "simple", denoise: float = 1.0,
-    seconds_per_forward: float = 0.0, model_low: Any = None, latent: Any = None, **more: Any,
+    model_low: Any = None, latent: Any = None, **more: Any,
 ) -> tuple[Any, str]:  # fmt: skip
     """Picture and table of the plan preview for ComfyUI's samplers with this MODEL."""
     preview = importlib.import_module("pack.nodes.report").WanCorePlanPreview
     native = importlib.import_module("pack.nodes.native_plan")
     settings = {"steps": steps, "guidance_high": cfg, "guidance_low": cfg, "denoise": denoise, **more}
     settings |= {"sampler_name": sampler_name, "scheduler": scheduler}
-    return preview._shown(*native.native_plan(model, settings, model_low, latent, seconds_per_forward)).result
+    return preview._shown(*native.native_plan(model, settings, model_low, latent)).result
 
 
 def refusal(run: Callable[[], Any]) -> str:

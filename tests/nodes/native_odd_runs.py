@@ -57,7 +57,6 @@ def check_rising(it: World) -> None:
     import torch
 
     from wan_core.config import SkipOptions, SparseOptions
-    from wan_core.sampling.native.plan import WholeRun
 
     def same(actual: Any, expected: Any) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)  # ComfyUI's of [1.0] is NaN
@@ -67,7 +66,7 @@ def check_rising(it: World) -> None:
     still = [*EULER[:4], EULER[3], *EULER[4:]]
     for sigmas in (flipped, still, [1.0], [0.0]):
         plain = sample(model, sigmas)
-        for whole in (WholeRun(), WholeRun(steps=12), WholeRun(sigmas=tuple(EULER))):
+        for whole in (0, 12):
             for sparse in (None, SparseOptions(sparsity=1e-6, ramp=0)):
                 fast = it.accelerate(model, "comfyui", SkipOptions(sparse=sparse), it.said.append, whole)
                 same(sample(fast, sigmas), plain)
@@ -88,13 +87,13 @@ def check_counts(it: World) -> None:
     cases = [(name, cached, 1.0) for name in ("euler", "dpmpp_2m", "res_multistep", "uni_pc")]
     cases += [("euler", model, 3.0), ("lcm", model, 1.0), ("euler", nag, 1.0)]
     for name, one, cfg in cases:
-        table = world.planned(one, 10, cfg, name, "simple", 1.0, 0.0)[1]
+        table = world.planned(one, 10, cfg, name, "simple", 1.0)[1]
         ran.clear()
         world.sample(one, {}, SMALL, 10, cfg=cfg, sampler_name=name)
         planned = int(re.search(r"(\d+)( of \d+)? forwards", table)[1])
         assert planned == sum(ran), (name, cfg, planned, sum(ran), table)
         assert f"{name} is counted as one evaluation of the model a step" in table
-    assert "24 forwards" in world.planned(nag, 12, 1.0, "euler", "simple", 1.0, 0.0)[1]
+    assert "24 forwards" in world.planned(nag, 12, 1.0, "euler", "simple", 1.0)[1]
 
 
 def check_slopes(it: World) -> None:
@@ -137,7 +136,7 @@ def check_no_curve(it: World) -> None:
     for word, numbers in (("balanced", (2, 0.7)), ("fast", (2, 0.4))):
         result = accelerate.execute(model, word, "comfyui", "off")
         assert f"left out: speed {word}" in result.ui.as_dict()["text"][0], result.ui.as_dict()
-        table = world.planned(result.result[0], 20, 3.0, "euler", "simple", 1.0, 0.0)[1]
+        table = world.planned(result.result[0], 20, 3.0, "euler", "simple", 1.0)[1]
         assert f"speed {word}: taylorseer {numbers[0]}/{numbers[1]}" in table and "forecast" in table, table
         latents = sample(result.result[0], sigmas, extra, size=SMALL)
         options = TaylorSeerOptions(interval=numbers[0], retention=numbers[1])

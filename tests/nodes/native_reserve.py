@@ -13,7 +13,8 @@ import native_models as world
 from native_cache_runs import EULER, World
 
 OFF = {"windows, uniform", "windows, looped"}  # windows that move: nothing is kept
-TURNS = ("simple skip-layer guidance", "two prompts, one after the other")  # conditions that take turns: all count
+# Conditions that run in a part of the steps or windows alone: all count.
+TURNS = ("simple skip-layer guidance", "two prompts, one after the other", "two prompts shared out among windows")
 FRAMES, LONG = 7, 33  # latent frames of 25 and of 129
 BLOCK = "1"  # that skip-layer guidance leaves out
 WINDOWS = {"context_length": 5, "context_overlap": 2, "context_schedule": "standard_static", "context_stride": 1,
@@ -54,7 +55,6 @@ def cases() -> dict[str, Case]:
         "skip-layer guidance": slg(),
         "skip-layer guidance, windows": {**slg(), **windows()},
         "skip-layer guidance, VACE": {**slg(), "model": "vace"},
-        "skip-layer guidance of scale 0": slg(scale=0.0),
         "simple skip-layer guidance": slg(simple),
         "simple skip-layer guidance in the first half": slg(simple, end_percent=0.5),
         "simple skip-layer guidance, windows": {**slg(simple), **windows()},
@@ -151,11 +151,10 @@ def measure(it: World, case: Case) -> list[int]:
     import torch
 
     from wan_core.config import TaylorSeerOptions
-    from wan_core.sampling.native.plan import WholeRun
 
     model, extra, size = model_of(case)
     policy: dict[str, Any] = {"taylorseer": TaylorSeerOptions(interval=2, retention=0.1)}
-    models = [model, it.cached(model, WholeRun(steps=case.get("steps", 0)), **policy)]
+    models = [model, it.cached(model, case.get("steps", 0), **policy)]
     sampler = comfy.samplers.sampler_object(case.get("sampler", "euler"))
     noise, sigmas = world.rows(*size, seed=9), torch.tensor(case.get("sigmas", EULER))
     with recorded(it.cache) as (shapes, buffer_bytes), it.guidance(case.get("batched", True)), torch.inference_mode():
@@ -169,5 +168,5 @@ def check_what_is_kept_was_asked_for(it: World) -> None:
     for name, case in cases().items():
         asked, kept_bytes = measure(it, case)
         assert (kept_bytes == 0) == (name in OFF), (name, kept_bytes)
-        most = 1.5 if name.startswith(TURNS) else 1.1
+        most = 2.1 if name.startswith(TURNS) else 1.1
         assert 0.95 * kept_bytes <= asked <= most * kept_bytes, (name, asked, kept_bytes)

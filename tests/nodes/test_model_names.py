@@ -111,8 +111,6 @@ def loaders(nodes: SimpleNamespace) -> dict[str, Callable[[Any], object]]:
         "vae stamp": lambda name: vae.fingerprint_inputs(name),
         "lora": lambda name: nodes.lora._files(name, "none"),
         "lora low": lambda name: nodes.lora._files("none", name),
-        "stack": lambda name: nodes.lora._stacked([(name, 1.0, 1.0)], "lora_stack", "auto"),
-        "stack in a list": lambda name: nodes.lora._stacked([[name, 1, 1]], "lora_stack_low", "low"),
         "lora stamp": lambda name: lora.fingerprint_inputs(high=name),
     }
 

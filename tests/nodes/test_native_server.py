@@ -149,7 +149,7 @@ def test_a_plan_has_the_settings_of_both_samplers(comfy: ComfyUI) -> None:
     """The plan of two models has the settings of the KSamplers that take them; the task's own count where no sampler
     does, and what says nothing of a MODEL's run is refused."""
     models = {"model": ["fast0", 0], "model_low": ["fast1", 0], "latent": ["size", 0]}
-    prompt = graph(SPARSE) | {"plan": node("WanCorePlanPreview", **models, seconds_per_forward=1.0)}
+    prompt = graph(SPARSE) | {"plan": node("WanCorePlanPreview", **models)}
     run = comfy.run(prompt)
     assert run.ok, run.status
     assert "4 steps" in run.outputs["plan"]["text"][0] and "2 high-noise, 2 low-noise" in run.outputs["plan"]["text"][0]

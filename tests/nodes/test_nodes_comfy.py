@@ -67,7 +67,7 @@ def test_a_broken_optional_library_costs_one_line_at_most(comfy: ComfyUI) -> Non
 def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> None:
     graph = text_to_video()
     graph["model"]["inputs"]["precision"] = "fp32"  # no other test's loader: what is cached says nothing again
-    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], seconds_per_forward=0.5)
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0])
     graph["report"] = node("WanCoreReport", report=["decode", 1])
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["words"] = node("PreviewAny", source=["report", 1])

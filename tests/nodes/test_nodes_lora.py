@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,8 @@ from wan_core.checkpoint.save import write_safetensors
 
 pytestmark = pytest.mark.comfy
 
-# A second pack: a list of LoRAs, as other packs have it.
-STACK = """
-import json
 
-class Stack:
-    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("LORA_STACK",)
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"entries": ("STRING", {"default": "[]"})}}
-    def run(self, entries):
-        found = json.loads(entries)
-        if isinstance(found, dict):
-            return (found,)
-        return ([tuple(entry) if isinstance(entry, list) else entry for entry in found],)
-
-NODE_CLASS_MAPPINGS = {"Stack": Stack}
-"""
-
-
-PACKS = {"look": LOOK, "stack": STACK}
+PACKS = {"look": LOOK}
 
 
 @pytest.fixture(scope="module")
@@ -126,26 +107,3 @@ def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
         with pytest.raises(Refused, match=message) as refused:
             comfy.run(graph(lora(**changed)))
         assert set(refused.value.errors) == {"lora0"} and len(refused.value.errors["lora0"]["errors"]) == 1
-
-
-def stacked(entries: Any, low: Any = None, **files: Any) -> Graph:
-    """The LoRA node with lists of another pack, and no files of its own unless given."""
-    nodes = graph(lora(**{"high": "none", **files}))
-    for name, listed in (("lora_stack", entries), ("lora_stack_low", low)):
-        if listed is not None:
-            nodes[name] = node("Stack", entries=json.dumps(listed))
-            nodes["lora0"]["inputs"][name] = [name, 0]
-    return nodes
-
-
-def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
-    both = [["style.safetensors", 1.0, 1.0], ["other_4steps.safetensors", 0.5, 0.0]]
-    chain = facts_of(
-        comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5)))
-    )
-    other = {"high": "other_4steps.safetensors", "strength_high": 0.5, "strength_low": 0.5}
-    assert facts_of(comfy.run(stacked(both)))["sum"] == chain["sum"]
-    assert facts_of(comfy.run(stacked(both[:1], **other)))["sum"] == chain["sum"]
-    high_only = facts_of(comfy.run(graph(lora(low="none"))))
-    assert facts_of(comfy.run(stacked(both[:1], [])))["sum"] == high_only["sum"]
-    assert facts_of(comfy.run(stacked(both[:1], both[:1])))["sum"] == facts_of(comfy.run(graph(lora())))["sum"]

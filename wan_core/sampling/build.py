@@ -43,10 +43,10 @@ from wan_core.sampling.motion import with_phases
 from wan_core.sampling.native.plan import (
     NativeModel,
     Part,
-    WholeRun,
     check_native,
     cut,
     falls,
+    place,
     plan_part,
     rising_words,
     without_moving_windows,
@@ -180,12 +180,13 @@ def strength(request: Request) -> float:
 class SamplerRequest:
     """A run of one of ComfyUI's samplers, with what a WanCore node asks of it.
 
-    sigmas: one more than steps. whole: the run of which it walks a part. skip: `sparse` among it, as the model carries
-    it. windows: the name of the schedule of ComfyUI's context windows. image: it starts from one (5B).
+    sigmas: one more than steps. whole_steps: of the run of which it walks a part; 0: not known. skip: `sparse` among
+    it, as the model carries it. windows: the name of the schedule of ComfyUI's context windows. image: it starts from
+    one (5B).
     """
 
     sigmas: tuple[float, ...]
-    whole: WholeRun = WholeRun()  # noqa: RUF009
+    whole_steps: int = 0
     solver: str
     guidance: float
     branches: tuple[Branch, ...]
@@ -275,7 +276,7 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
     if count < 1:
         raise OptionError("sigmas without a step given: no sampler runs any, connect those of one that does")
     if falls(sigmas):
-        part = request.whole.place(sigmas, model.shift)
+        part = place(sigmas, model.shift, request.whole_steps)
     else:
         part, (skip, _) = Part(0, count, count, sigmas), for_run(skip, count, [model.path])
         cached, skip = replace(skip, sparse=None) != SkipOptions(), SkipOptions(sparse=skip.sparse)

@@ -1,7 +1,7 @@
 """The plan of a run of which a sampler walks a part.
 
-A sampler tells the sigmas of its own part. The policies of step caching count steps of the whole run: `WholeRun.place`
-finds the part in it, `plan_part` makes the plan of the whole run, as the plan preview shows it, and `cut` the plan of
+A sampler tells the sigmas of its own part. The policies of step caching count steps of the whole run: `place` finds the
+part in it, `plan_part` makes the plan of the whole run, as the plan preview shows it, and `cut` the plan of
 the part, in which no step uses what was computed outside it.
 """
 
@@ -73,34 +73,25 @@ class Part(SchedulePart):
         return index, isclose(self.whole[index], sigma, rel_tol=near)
 
 
-@dataclass(frozen=True)
-class WholeRun:
-    """What the user said of the whole run: how many steps it has, its sigmas, or nothing."""
+def place(sigmas: Sequence[float], shift: float, steps: int = 0) -> Part:
+    """Where the steps with `sigmas` (one more than steps; they must fall, see `falls`) are in their whole run.
 
-    steps: int = 0
-    sigmas: tuple[float, ...] = ()
-
-    def place(self, sigmas: Sequence[float], shift: float) -> Part:
-        """Where the steps with `sigmas` (one more than steps; they must fall, see `falls`) are in the run.
-
-        Estimated from the noise that they cover where nothing was said; the sigmas of other parts are then those of
-        equal steps under `shift`. Raises OptionError where these do not fit together.
-        """
-        count = len(sigmas) - 1
-        if not falls(sigmas):
-            raise OptionError(f"step caching needs sigmas that fall from step to step, not {_words(sigmas)}")
-        if self.sigmas:
-            return _find_in(sigmas, self.sigmas)
-        part = find_part(sigmas, shift)
-        total = self.steps or part.total
-        if count > total:
-            raise OptionError(f"steps {total} given for the whole run, but this sampler runs {count}; 0 estimates it")
-        first = total - count if sigmas[-1] == 0 else min(part.first * total // part.total, total - count)
-        begin, end = (unshifted(min(1.0, sigma), shift) for sigma in (sigmas[0], sigmas[-1]))
-        remaining = total - first - count
-        before = [shifted(begin + (1 - begin) * (1 - i / first), shift) for i in range(first)]
-        after = [shifted(end * (1 - i / remaining), shift) for i in range(1, remaining + 1)]
-        return Part(first, count, total, (*before, *sigmas, *after))
+    steps: of the whole run; 0 estimates it from the noise that these cover. The sigmas of other parts are those of
+    equal steps under `shift`. Raises OptionError where these do not fit together.
+    """
+    count = len(sigmas) - 1
+    if not falls(sigmas):
+        raise OptionError(f"step caching needs sigmas that fall from step to step, not {_words(sigmas)}")
+    part = find_part(sigmas, shift)
+    total = steps or part.total
+    if count > total:
+        raise OptionError(f"steps {total} given for the whole run, but this sampler runs {count}; 0 estimates it")
+    first = total - count if sigmas[-1] == 0 else min(part.first * total // part.total, total - count)
+    begin, end = (unshifted(min(1.0, sigma), shift) for sigma in (sigmas[0], sigmas[-1]))
+    remaining = total - first - count
+    before = [shifted(begin + (1 - begin) * (1 - i / first), shift) for i in range(first)]
+    after = [shifted(end * (1 - i / remaining), shift) for i in range(1, remaining + 1)]
+    return Part(first, count, total, (*before, *sigmas, *after))
 
 
 def falls(sigmas: Sequence[float]) -> bool:
@@ -114,19 +105,6 @@ def rising_words(sigmas: Sequence[float]) -> str:
     if len(sigmas) < 2:
         return "the sampler has no step"
     return f"the step cache is off: sigmas do not fall from step to step ({_words(sigmas)}), as where noise is added"
-
-
-def _find_in(sigmas: Sequence[float], whole: Sequence[float]) -> Part:
-    count = len(sigmas) - 1
-    for first in range(len(whole) - count):
-        # The target of the last step may be 0 where the schedule goes on: samplers can be told to remove all noise.
-        if all(isclose(a, b, rel_tol=CLOSE) for a, b in zip(sigmas[:-1], whole[first:], strict=False)):
-            later = whole[first + count + 1 :] if sigmas[-1] else ()
-            return Part(first, count, first + count + len(later), (*whole[:first], *sigmas, *later))
-    raise OptionError(
-        f"the sampler's sigmas {_words(sigmas)} are no part of the whole schedule {_words(whole)}: connect the SIGMAS "
-        "that the samplers' steps are made of, or none"
-    )
 
 
 def _words(sigmas: Sequence[float]) -> str:
