@@ -20,7 +20,7 @@ from wan_core.checkpoint import unsupported as foreign
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config, unwrapped
 from wan_core.checkpoint.layouts_encoders import speech_config, vision_config
 from wan_core.checkpoint.layouts_vae import vae_config
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing, naming
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, TensorInfo, counted, listing, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.config.file_names import read_name
 from wan_core.models.audio.wav2vec2 import SpeechConfig, SpeechEncoder
@@ -60,11 +60,16 @@ class Detected:
     """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps
     what else the file holds for us (`spiece_model`) to its name there."""
 
+    checkpoint: Checkpoint
     kind: Kind
     layout: str
     config: Config
     names: Mapping[str, str]
     extras: Mapping[str, str]
+
+    def info(self, name: str) -> TensorInfo:
+        """What is stored of the parameter of an official name."""
+        return self.checkpoint.tensors[self.names[name]]
 
 
 def detect(source: Source, expected: Kind | None = None, family: str | None = None) -> Detected:
@@ -107,7 +112,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
             f"{label}, but {len(odd)} weights are {dtype} ({listing(odd)}), which is not supported yet."
         )
     extras = {TOKENIZER: embedded} if embedded else {}
-    return Detected(layout.kind, layout.name, config, reached, extras)
+    return Detected(checkpoint, layout.kind, layout.name, config, reached, extras)
 
 
 # --------------------------------------------------------------------------------------------------------- which layout

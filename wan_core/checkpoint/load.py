@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Detected, detect, empty_module
 from wan_core.checkpoint.lora.merge import Merge
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError, naming
+from wan_core.checkpoint.opened import CheckpointError, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.staged import USUAL, Reading, reading
 from wan_core.checkpoint.tokenizer_file import find_tokenizer
@@ -71,9 +71,8 @@ def load_dit(
     """
     checkpoint = open_checkpoint(source)
     added = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (metadata or {}).items()}
-    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, **added})
-    detected = detect(checkpoint, "dit", family)
-    module = _filled(checkpoint, detected, device, dtype, quantization, loras, how)
+    detected = detect(replace(checkpoint, metadata={**checkpoint.metadata, **added}), "dit", family)
+    module = _filled(detected, device, dtype, quantization, loras, how)
     assert isinstance(module, WanModel)
     return module
 
@@ -85,8 +84,7 @@ def load_vae(
 
     Raises `CheckpointError`: not a whole Wan VAE.
     """
-    checkpoint = open_checkpoint(source)
-    module = _filled(checkpoint, detect(checkpoint, "vae"), device, dtype, how=how)
+    module = _filled(detect(source, "vae"), device, dtype, how=how)
     assert isinstance(module, VideoVAE)
     return module
 
@@ -108,16 +106,15 @@ def load_text_encoder(
 
     Raises `CheckpointError`: not a whole UMT5 encoder, or no tokenizer that fits it.
     """
-    checkpoint = open_checkpoint(source)
-    detected = detect(checkpoint, "text_encoder")
-    with naming(checkpoint.where):
-        text_tokenizer = find_tokenizer(checkpoint, detected, None if tokenizer is None else Path(tokenizer))
-    encoder = _filled(checkpoint, detected, device, dtype, quantization, how=how)
+    detected = detect(source, "text_encoder")
+    with naming(detected.checkpoint.where):
+        text_tokenizer = find_tokenizer(detected, None if tokenizer is None else Path(tokenizer))
+    encoder = _filled(detected, device, dtype, quantization, how=how)
     assert isinstance(encoder, UMT5Encoder)
     try:
         return TextEncoder(encoder, text_tokenizer)
     except ValueError as fault:
-        raise CheckpointError(str(fault), where=checkpoint.where) from fault
+        raise CheckpointError(str(fault), where=detected.checkpoint.where) from fault
 
 
 def load_vision(
@@ -128,9 +125,8 @@ def load_vision(
 
     Raises `CheckpointError`: not a whole CLIP vision encoder.
     """
-    checkpoint = open_checkpoint(source)
     half = None if dtype is None else vision_dtype(dtype)
-    module = _filled(checkpoint, detect(checkpoint, "clip_vision"), device, half, how=how)
+    module = _filled(detect(source, "clip_vision"), device, half, how=how)
     assert isinstance(module, VisionEncoder)
     return module
 
@@ -145,14 +141,12 @@ def load_speech(source: Source, *, device: str | torch.device = "cpu") -> Speech
 
     Raises `CheckpointError`: not a whole speech encoder of this kind.
     """
-    checkpoint = open_checkpoint(source)
-    module = _filled(checkpoint, detect(checkpoint, "audio_encoder"), device, torch.float32)
+    module = _filled(detect(source, "audio_encoder"), device, torch.float32)
     assert isinstance(module, SpeechEncoder)
     return module
 
 
 def _filled(
-    checkpoint: Checkpoint,
     detected: Detected,
     device: str | torch.device,
     dtype: torch.dtype | None,
@@ -167,15 +161,15 @@ def _filled(
         )
     module, device = empty_module(detected.config), torch.device(device)
     work = device if quantization is None or how.stays else quantization.device
-    conversion = _Conversion(checkpoint, detected, device, work, dtype, how=how)
+    conversion = _Conversion(detected, device, work, dtype, how=how)
     main = conversion.main
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
-        packed, names = _staying_packed(conversion, module, quantization, {} if loras is None else loras.changes)
+        packed, names = _staying_packed(detected, module, quantization, {} if loras is None else loras.changes)
         put_packed(module, packed.items(), main, quantization.device)
         conversion = replace(conversion, packed=packed)
         quantization = Quantization(Int8Linear, quantization.device)
     else:
-        names = _encoded_names(checkpoint, detected, quantization)
+        names = _encoded_names(detected, quantization)
         if quantization is not None and quantization.device.type == "cuda" and main != torch.bfloat16:
             raise OptionError(
                 f"FP8 on a GPU computes in bf16, and {main} was asked for: load with dtype=torch.bfloat16"
@@ -209,22 +203,19 @@ def read_again(
     Raises `CheckpointError` if the file is gone or is another one, with some of the parameters written.
     """
     assert quantization is None or not issubclass(quantization.kind, PackedLinear)
-    checkpoint = open_checkpoint(source)
-    detected = detect(checkpoint, "dit")
+    detected = detect(source, "dit")
     if detected.config != module.config:
-        raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.where)
-    encoded = _encoded_names(checkpoint, detected, quantization)
-    conversion = _Conversion(checkpoint, detected, device, device, dtype, quantization, encoded, how=how)
+        raise CheckpointError("another model than the one that was loaded from it", where=detected.checkpoint.where)
+    encoded = _encoded_names(detected, quantization)
+    conversion = _Conversion(detected, device, device, dtype, quantization, encoded, how=how)
     with torch.inference_mode(False), torch.no_grad(), closing(conversion.read(loras, names)) as values:
         for name, value in values:
             module.get_parameter(name).copy_(value)
 
 
-def read_values(
-    checkpoint: Checkpoint, detected: Detected, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def read_values(detected: Detected, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(official name, value on `device`) of every parameter, one at a time: for who fills a module by other means."""
-    return _Conversion(checkpoint, detected, device, device, dtype, how=Reading(staged=False)).read(None)
+    return _Conversion(detected, device, device, dtype, how=Reading(staged=False)).read(None)
 
 
 class StoredValues:
@@ -235,15 +226,13 @@ class StoredValues:
         self.source = source
 
     @cached_property
-    def opened(self) -> tuple[Checkpoint, Detected]:
-        checkpoint = open_checkpoint(self.source)
-        return checkpoint, detect(checkpoint, "dit")
+    def detected(self) -> Detected:
+        return detect(self.source, "dit")
 
     def read(self, name: str) -> Tensor | Packed:
         """The parameter of an official name, on the CPU. Raises `CheckpointError`: the file is there no longer."""
-        checkpoint, detected = self.opened
-        theirs = detected.names[name]
-        packed = checkpoint.tensors[theirs].packing is not None
+        checkpoint, theirs = self.detected.checkpoint, self.detected.names[name]
+        packed = self.detected.info(name).packing is not None
         return checkpoint.read_packed(theirs) if packed else checkpoint.read(theirs)
 
 
@@ -253,7 +242,6 @@ class _Conversion:
     `quantization`, the weights of the modules `packed` stay as the file packs them, the others are numbers. work: where
     values are converted on the way (a GPU does it sooner). asked: the dtype that was asked for."""
 
-    checkpoint: Checkpoint
     detected: Detected
     device: torch.device
     work: torch.device
@@ -268,8 +256,7 @@ class _Conversion:
         """The dtype of matrices: the one asked for, or that of most bytes; bfloat16 if that is fp8, which only a
         quantised linear can compute with, or packed."""
         total: dict[torch.dtype, int] = {}
-        for theirs in self.detected.names.values():
-            info = self.checkpoint.tensors[theirs]
+        for info in map(self.detected.info, self.detected.names):
             dtype = torch.bfloat16 if info.packing else info.dtype
             total[dtype] = total.get(dtype, 0) + info.nbytes
         main = self.asked or max(total, key=lambda kind: total[kind])
@@ -284,7 +271,7 @@ class _Conversion:
         """(parameter name, value where it goes), one at a time, `loras` summed in. only: official names."""
         names = [name for name in self.detected.names if only is None or name in only]
         stored_names = [theirs for ours in names for theirs in self._stored_names(ours)]
-        with reading(self.checkpoint, stored_names, self.work, self.how) as read:
+        with reading(self.detected.checkpoint, stored_names, self.work, self.how) as read:
             values: Iterator[tuple[str, Any]] = ((ours, self._stored(ours, read)) for ours in names)
             if loras is not None:
                 values = loras.apply(values, self.quantized, names)
@@ -301,18 +288,18 @@ class _Conversion:
         theirs = self.detected.names[ours]
         if self._stays_packed(ours) and not self.reads_ahead:
             return []
-        return list(self.checkpoint.parts.get(theirs, (theirs,)))
+        return list(self.detected.checkpoint.parts.get(theirs, (theirs,)))
 
     def _stored(self, ours: str, read: Callable[[str], Tensor]) -> Tensor | Packed:
         """A parameter before changes. What is packed stays so, for `_converted`; but FP8 with scales is multiplied out
         where no linear of this precision takes it."""
         theirs, module = self.detected.names[ours], ours.rpartition(".")[0]
-        packing = self.checkpoint.tensors[theirs].packing
+        packing = self.detected.info(ours).packing
         if self._stays_packed(ours) and not self.reads_ahead:
             return self.packed[module]
         if packing is None:
             return _moved(stored := read(theirs), self.work, self._dtype(ours, stored.dtype))
-        value = self.checkpoint.read_packed(theirs, read)
+        value = self.detected.checkpoint.read_packed(theirs, read)
         if packing != "fp8" or self._stays_packed(ours):
             return value
         value = value.to(self.work)
@@ -331,8 +318,7 @@ class _Conversion:
         if module in self.quantized and parameter == "weight":
             assert self.quantization is not None
             return {f"{module}.{part}": tensor for part, tensor in encoded_weight(value, self.quantization).items()}
-        packing = self.checkpoint.tensors[self.detected.names[ours]].packing
-        if packing not in (None, "fp8"):
+        if self.detected.info(ours).packing not in (None, "fp8"):
             dtype = self._dtype(ours, torch.float32)
             value = value.to(self.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
         assert isinstance(value, Tensor)
@@ -340,12 +326,11 @@ class _Conversion:
 
 
 def _staying_packed(
-    conversion: _Conversion, module: nn.Module, quantization: Quantization, changes: Collection[str]
+    detected: Detected, module: nn.Module, quantization: Quantization, changes: Collection[str]
 ) -> tuple[dict[str, Packed], frozenset[str]]:
     """Module -> its weight as the file packs it, FP8 with scales among others: the linears that would be quantised of a
     transformer, all linears and the embedding table of a text encoder, but none that LoRAs change. And the linears that
     are INT8 in the file and changed, which become INT8 again."""
-    checkpoint, detected = conversion.checkpoint, conversion.detected
     if isinstance(detected.config, DiTConfig):
         names = set(detected.config.quantized_names(quantization.keep_blocks))
     else:
@@ -354,27 +339,26 @@ def _staying_packed(
     int8: set[str] = set()
     for name in sorted(names):
         ours = f"{name}.weight"
-        theirs = detected.names[ours]
-        info = checkpoint.tensors[theirs]
+        packing = detected.info(ours).packing
         if ours in changes:
-            fmt = integer_format(info.packing or "")
+            fmt = integer_format(packing or "")
             int8 |= {name} if fmt is not None and fmt.name == "int8_tensorwise" else set()
-        elif isinstance(module.get_submodule(name), nn.Embedding) and not holds_tables(info.packing):
+        elif isinstance(module.get_submodule(name), nn.Embedding) and not holds_tables(packing):
             continue
-        elif info.packing is not None:
-            packed[name] = checkpoint.read_packed(theirs)
+        elif packing is not None:
+            packed[name] = detected.checkpoint.read_packed(detected.names[ours])
     return packed, frozenset(int8)
 
 
-def _encoded_names(checkpoint: Checkpoint, detected: Detected, quantization: Quantization | None) -> frozenset[str]:
+def _encoded_names(detected: Detected, quantization: Quantization | None) -> frozenset[str]:
     if quantization is None:
         return frozenset()
     assert isinstance(detected.config, DiTConfig)
     names = detected.config.quantized_names(quantization.keep_blocks)
-    return _stored_so(names, checkpoint, detected) if quantization.as_stored else names
+    return _stored_so(names, detected) if quantization.as_stored else names
 
 
-def _stored_so(names: frozenset[str], checkpoint: Checkpoint, detected: Detected) -> frozenset[str]:
+def _stored_so(names: frozenset[str], detected: Detected) -> frozenset[str]:
     """Those of `names` that the file holds packed, or in FP8 with a scale. Queries, keys and values of self-attention
     share a quantised input, so that they are taken together or not at all."""
 
@@ -382,10 +366,8 @@ def _stored_so(names: frozenset[str], checkpoint: Checkpoint, detected: Detected
         block, _, last = name.rpartition(".")
         return [f"{block}.{part}" for part in "qkv"] if block.endswith("self_attn") and last in "qkv" else [name]
 
-    def stored(name: str) -> bool:
-        return checkpoint.tensors[detected.names[name]].packing is not None
-
-    return frozenset(name for name in names if all(stored(f"{part}.weight") for part in whole(name)))
+    packed = {name for name in names if detected.info(f"{name}.weight").packing is not None}
+    return frozenset(name for name in names if packed.issuperset(whole(name)))
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.detect import TOKENIZER, Detected
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError
+from wan_core.checkpoint.opened import CheckpointError
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.wan.families.plain import number
 
@@ -21,8 +21,9 @@ _BESIDE = (
 )
 
 
-def find_tokenizer(checkpoint: Checkpoint, detected: Detected, path: Path | None) -> Tokenizer:
+def find_tokenizer(detected: Detected, path: Path | None) -> Tokenizer:
     """The tokenizer of an encoder. path: a spiece.model or a folder that holds one. Raises `CheckpointError`."""
+    checkpoint = detected.checkpoint
     try:
         if path is not None:
             return Tokenizer.from_file(_spiece(path))

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wan_core.checkpoint import detect, open_checkpoint
+from wan_core.checkpoint import detect
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.load import read_values
 from wan_core.checkpoint.opened import Checkpoint, Readers
@@ -100,8 +100,8 @@ def load_sharded_dit(
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
     turn()
-    checkpoint = open_checkpoint(path)
-    detected = detect(checkpoint, "dit", family)
+    detected = detect(path, "dit", family)
+    checkpoint = detected.checkpoint
     if any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.where}: {QUANTIZED}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
@@ -114,8 +114,8 @@ def load_sharded_dit(
         stored = checkpoint.read(name)
         return part_of(stored, ranks) if isinstance(parameters[official_names[name]], DTensor) else stored
 
-    parts = replace(checkpoint, reader=read)
-    for name, value in read_values(parts, detected, ranks.device, dtype):
+    parts = replace(detected, checkpoint=replace(checkpoint, reader=read))
+    for name, value in read_values(parts, ranks.device, dtype):
         parameter = parameters[name]
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(value)
     return model

@@ -205,16 +205,13 @@ def recognise(
     source: str | Path | Checkpoint, kind: Kind, load: Callable[..., nn.Module], family: str | None = None
 ) -> Part:
     """Read a file's header and check that it is a whole model of `kind`. family: of a transformer with a named task."""
-    checkpoint = open_checkpoint(source)
-    detected = detect(checkpoint, kind, family)
-    infos = [checkpoint.tensors[name] for name in detected.names.values()]
+    detected = detect(source, kind, family)
+    checkpoint = detected.checkpoint
+    infos = [detected.info(name) for name in detected.names]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
-    quantized = [
-        checkpoint.tensors[theirs]
-        for ours, theirs in detected.names.items()
-        if checkpoint.tensors[theirs].packing and in_block(detected, ours)
-    ]
+    packed = [name for name in detected.names if detected.info(name).packing]
+    quantized = [detected.info(name) for name in packed if in_block(detected, name)]
     return Part(
         f"{checkpoint.where} ({detected.layout})",
         detected.config,
@@ -234,7 +231,7 @@ def recognise(
         metadata=checkpoint.metadata,
         stored_bytes=sum(info.nbytes for info in infos),
         scaled=any(info.packing == "fp8" for info in infos),
-        packed=packed_size(checkpoint, detected),
+        packed=packed_size(detected),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
     )
@@ -247,15 +244,15 @@ def in_block(detected: Detected, name: str) -> bool:
     return name.startswith("blocks.") and "embedding" not in name
 
 
-def packed_size(checkpoint: Checkpoint, detected: Detected) -> PackedSize | None:
+def packed_size(detected: Detected) -> PackedSize | None:
     """The size of the matrices that can stay packed in memory: those of the blocks, and a text encoder's table. FP8
     with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
     sizes: dict[str, int] = {}
     parameters = 0
-    for ours, theirs in detected.names.items():
-        info = checkpoint.tensors[theirs]
-        table = ours == "token_embedding.weight" and holds_tables(info.packing)
-        if info.packing is not None and (table or in_block(detected, ours)):
+    for name in detected.names:
+        info = detected.info(name)
+        table = name == "token_embedding.weight" and holds_tables(info.packing)
+        if info.packing is not None and (table or in_block(detected, name)):
             sizes[info.packing] = sizes.get(info.packing, 0) + info.nbytes
             parameters += prod(info.shape)
     if not sizes or (detected.kind == "dit" and set(sizes) == {"fp8"}):
