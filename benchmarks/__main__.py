@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.options import ARCHIVED, SUITES, add_bench_options
+from benchmarks.options import ARCHIVED, SUITES, add_options
 from wan_core.cli import report_faults
 
 PROGRAM = "python -m benchmarks"
@@ -34,24 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    width = max(map(len, SUITES))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage="%(prog)s SUITE [options]",
         description="Measure the engine and its peers on this machine.",
-        epilog="\n".join(
-            [
-                "suites:",
-                *(f"  {name:<{width}}  {suite.summary}" for name, suite in SUITES.items()),
-                f"  {'ladder':<{width}}  all of it in order of value, as far as the time goes: ladder --help",
-                f"  {'pack':<{width}}  what a machine without a package registry needs for it: pack --help",
-                f"at the git tag experiments-2026-11, with committed results: {', '.join(ARCHIVED)}",
-            ]
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="ladder runs all of it in order of value, as far as the time goes; pack makes what a machine without "
+        "a package registry needs for it: both have a --help of their own. At the git tag experiments-2026-11, with "
+        f"committed results: {', '.join(ARCHIVED)}.",
     )
-    parser.add_argument("suite", choices=tuple(SUITES), metavar="SUITE", help="what to measure: see below")
-    add_bench_options(parser)
+    suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
+    for name, suite in SUITES.items():
+        add_options(suites.add_parser(name, prog=f"{PROGRAM} {name}", help=suite.summary), suite)
     return parser
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.comfy_files import EXPERTS, IMAGES, TEXT, VAE, expert_file, lora_file
 from benchmarks.comfyui import Graph, node
+from benchmarks.templates.our_sampler import with_our_sampler
 from wan_core.config import EXACT
 
 NEGATIVE = (
@@ -110,19 +111,7 @@ def with_our_decoder(graph: Graph, latent: list[Any]) -> Graph:
 
 def all_gpus_graph(job: Job, devices: str) -> Graph:
     """The template as the page's command `run this workflow on all GPUs` changes it. devices: of WanCore Launcher."""
-    graph = native_graph(job)
-    first, last = graph.pop("samplers.high")["inputs"], graph.pop("samplers.low")["inputs"]
-    graph["loaders.workers"] = node("WanCoreLauncher", devices=devices)
-    links = {"model": first["model"], "low": last["model"], "workers": ["loaders.workers", 0]}
-    graph["loaders.from"] = node("WanCoreFromModel", **links)
-    steps = {name: first[name] for name in ("scheduler", "steps")}
-    graph["loaders.sigmas"] = node("BasicScheduler", model=first["model"], **steps, denoise=1.0)
-    links = {"model": ["loaders.from", 0], "sigmas": ["loaders.sigmas", 0], "latent": first["latent_image"]}
-    links |= {name: first[name] for name in ("positive", "negative")}
-    numbers = {"seed": job.seed, "steps": 0, "shift": 0.0, "boundary": 0.0, "solver": "euler", "preset": "none"}
-    guidance = {"guidance_high": job.guidance, "guidance_low": job.guidance}
-    graph["samplers"] = node("WanCoreSampler", **links, **numbers, **guidance)
-    return with_our_decoder(graph, ["samplers", 0])
+    return with_our_decoder(with_our_sampler(native_graph(job), devices=devices), ["samplers.low", 0])
 
 
 def native_conditioning(job: Job) -> Graph:

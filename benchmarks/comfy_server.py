@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comfy_graphs import with_defaults
-from benchmarks.comfy_small import install_stand_ins, small_graph
+from benchmarks.comfy_small import STAND_INS, small_graph
 from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
 from benchmarks.device_memory import DeviceMemory
 from benchmarks.rows import Row
@@ -24,30 +24,31 @@ SAYS = re.compile(r"step cache: \d+ of \d+|read \d+ % of the keys|EasyCache.*(sk
 
 
 @contextmanager
-def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[Path, Path]]:
-    """The checkout of ComfyUI and a base folder for its servers. Files in `scratch` are kept and used again."""
-    found = find_checkout(checkout)
+def server_files(scratch: Path | None) -> Iterator[Path]:
+    """A base folder for servers. Model files in `scratch` are kept and used again."""
     if scratch is not None and not scratch.is_dir():
         raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
     with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
-        base = make_base(Path(temporary))
+        base = make_base(Path(temporary), STAND_INS)
         if scratch is not None:
             (base / "models").rmdir()
             (scratch / "models").mkdir(exist_ok=True)
             (base / "models").symlink_to(scratch / "models", target_is_directory=True)
-        yield found, base
+        yield base
+
+
+def serving(base: Path, device: torch.device) -> Server:
+    """A server on a base folder that is used for measuring alone. Raises OptionError where there is no ComfyUI."""
+    arguments, cpu = without_page(base), device.type == "cpu"
+    environment = {"PYTHONUNBUFFERED": "1"}
+    return Server(ComfyUI(find_checkout(), base, environment, arguments, cpu=cpu, patience=PATIENCE), device)
 
 
 class Server:
-    """A ComfyUI server that measures prompts. Use as a context: it ends with it. gpus: of the sides for several."""
+    """Measures the prompts of a ComfyUI server, which ends with this context."""
 
-    def __init__(self, checkout: Path, base: Path, device: torch.device, gpus: int = 1) -> None:
-        self.device, self.gpus, cpu = device, gpus, device.type == "cpu"
-        environment = {"PYTHONUNBUFFERED": "1"}
-        if cpu:
-            install_stand_ins(base)
-        self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
-        self.base, self.kinds = base, self.comfyui.get("/object_info")
+    def __init__(self, comfyui: ComfyUI, device: torch.device) -> None:
+        self.comfyui, self.device, self.kinds = comfyui, device, comfyui.get("/object_info")
         self.memory = DeviceMemory()
 
     def __enter__(self) -> Server:

@@ -11,13 +11,8 @@ from pathlib import Path
 
 from benchmarks.comfyui import Graph, node
 
-STAND_INS = Path(__file__).parent / "templates" / "stand_ins.py"
+STAND_INS = {"stand_ins": (Path(__file__).parent / "templates" / "stand_ins.py").read_text(encoding="utf-8")}
 GPU_ATTENTION = ("cudnn-fp8", "int8")
-
-
-def install_stand_ins(base: Path) -> None:
-    """Put the pack of stand-ins beside this one, before the server starts."""
-    (base / "custom_nodes" / "stand_ins.py").write_text(STAND_INS.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def small_graph(graph: Graph) -> Graph:

@@ -41,7 +41,7 @@ def find_checkout(given: Path | None = None) -> Path:
     """The folder of ComfyUI: `given`, or COMFYUI_PATH, or ~/comfy/ComfyUI. Raises OptionError where there is none."""
     path = given or Path(os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI")).expanduser()
     if not (path / "main.py").is_file():
-        raise OptionError(f"no ComfyUI at {path}: name its folder with COMFYUI_PATH or, where there is one, --checkout")
+        raise OptionError(f"no ComfyUI at {path}: name its folder with COMFYUI_PATH")
     return path
 
 
@@ -101,7 +101,7 @@ class Refused(AssertionError):
     """The prompt did not pass validation; `errors` by node id."""
 
     def __init__(self, body: dict[str, Any]) -> None:
-        super().__init__(json.dumps(body)[:2000])
+        super().__init__(f"{body['error']['message']} {json.dumps(body['node_errors'])}"[:2000])
         self.errors: dict[str, Any] = body["node_errors"]
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ladder_jobs import FILES, JOBS, ON_DISK, Job, missing
-from wan_lab.commits import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 8  # GPUs of the machine that a list is for where none is named
@@ -188,7 +186,8 @@ class Ladder:
                     return "stopped: the time is over"
                 code = None
         seconds = round(time.monotonic() - begin, 1)
-        result = read_result(part, job, command) | {"job": job.name, "table": job.table, "job_seconds": seconds}
+        result = json.loads(part.read_text(encoding="utf-8")) if part.is_file() else {"rows": []}
+        result |= {"job": job.name, "table": job.table, "job_seconds": seconds}
         measured = [row for row in result["rows"] if "failed" not in row]
         faults = [f"{row['name']}: {row['failed']}" for row in result["rows"] if "failed" in row]
         if code == 0 or (code == 1 and measured):
@@ -219,22 +218,6 @@ def own_group(command: Sequence[str], printed: Any) -> Iterator[subprocess.Popen
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         watch.communicate(b"x")
-
-
-def read_result(path: Path, job: Job, command: Sequence[str]) -> dict[str, Any]:
-    """What the job wrote; of one that writes no rows, its seconds alone are the result."""
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
-    empty = {"suite": "ladder", "command": shlex.join(["python", *command[1:]]), "commit": commit()}
-    return {**empty, "device": device_name(), "versions": {}, "rows": []}
-
-
-def device_name() -> str:
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return f"{os.uname().machine} CPU"
 
 
 def last_line(log: Path, code: int) -> str:

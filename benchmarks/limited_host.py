@@ -1,14 +1,11 @@
 """Less host memory for a group of processes, and the bytes that a disk gave meanwhile.
 
-The limit is a control group's, which counts mapped and cached files too; swapping is off for it. Where groups cannot be
-made, a process holds what the machine has beyond the limit.
+The limit is a control group's, which counts mapped and cached files too; swapping is off for it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,27 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wan_core.config.host_memory import available_bytes
-
 GIB = 2**30
 ROOT = Path("/sys/fs/cgroup")
 KINDS = ("anon", "rss", "kernel", "shmem", "unevictable", "mapped_file", "file_mapped")
 GROUP = f"wancore-limited-{os.getpid()}"
 RATE_BYTES, RATE_THREADS, RATE_PIECE = 4 * GIB, 4, 8 << 20
-# Holds memory until its input ends: pages of 2 MiB where there are any, written by threads.
-HOLD = """
-import mmap, sys, threading
-size, threads = int(sys.argv[1]), 8
-pages = mmap.mmap(-1, size)
-pages.madvise(mmap.MADV_HUGEPAGE)
-def touch(first):
-    for at in range(first * 4096, size, threads * 4096):
-        pages[at] = 1
-each = [threading.Thread(target=touch, args=(n,)) for n in range(threads)]
-[one.start() for one in each]; [one.join() for one in each]
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @dataclass
@@ -69,48 +50,27 @@ class Limit:
 
 @contextmanager
 def host_limit(gib: float | None) -> Iterator[Limit]:
-    """None: no limit."""
+    """None: no limit. Raises OSError where no group can be made."""
     if gib is None:
         yield Limit([], "none")
         return
-    folder = make_group(int(gib * GIB))
-    if folder is not None:
-        try:
-            yield Limit(["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$0" "$@"'], "control group", folder)
-        finally:
-            remove_group(folder)
-        return
-    beyond = max(0, (available_bytes() or 0) - int(gib * GIB))
-    holder = subprocess.Popen(
-        [sys.executable, "-S", "-c", HOLD, str(beyond)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    folder = ROOT / "memory" / GROUP if (ROOT / "memory").is_dir() else ROOT / GROUP  # version 1 or 2
     try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        yield Limit([], f"{beyond / GIB:.1f} GiB held by another process")
+        make_group(folder, int(gib * GIB))
+        yield Limit(["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$0" "$@"'], "control group", folder)
     finally:
-        holder.communicate()
+        remove_group(folder)
 
 
-def make_group(limit: int) -> Path | None:
-    """A control group of its own with a memory limit, of either version; None where none can be made."""
-    version_1 = ROOT / "memory" / GROUP
-    folder, limits = (version_1, ("memory.limit_in_bytes",)) if (ROOT / "memory").is_dir() else (ROOT / GROUP, ())
-    try:
-        if not limits:
-            with suppress(OSError):
-                (ROOT / "cgroup.subtree_control").write_text("+memory")
-            limits = ("memory.max",)
-        remove_group(folder)
-        folder.mkdir()
-        (folder / limits[0]).write_text(str(limit))
-        for name, value in (("memory.swap.max", "0"), ("memory.swappiness", "0")):
-            with suppress(OSError):
-                (folder / name).write_text(value)
-    except OSError:
-        remove_group(folder)
-        return None
-    return folder
+def make_group(folder: Path, limit: int) -> None:
+    name = "memory.max" if folder.parent == ROOT else "memory.limit_in_bytes"
+    with suppress(OSError):  # there in version 2 alone
+        (ROOT / "cgroup.subtree_control").write_text("+memory")
+    folder.mkdir()
+    (folder / name).write_text(str(limit))
+    for name, value in (("memory.swap.max", "0"), ("memory.swappiness", "0")):
+        with suppress(OSError):
+            (folder / name).write_text(value)
 
 
 def remove_group(folder: Path) -> None:

@@ -100,12 +100,8 @@ def compile_counts() -> tuple[int, int]:
 
 def weights_bytes(module: nn.Module) -> int:
     """Bytes of parameters and buffers, each memory once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(module)}
-    return sum(storages.values())
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    storages = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def relative_error(output: Tensor, reference: Tensor) -> float:

@@ -14,12 +14,7 @@ from benchmarks.attention import attention_rows
 from benchmarks.cases import parse_size
 from benchmarks.everyday import everyday_rows
 from benchmarks.official import official_rows
-from benchmarks.options import (
-    CPU_SIZE,
-    EVERYDAY_PARTS,
-    SUITES,
-    TEMPLATE_PARTS,
-)
+from benchmarks.options import CPU_SIZE, SUITES, check_names
 from benchmarks.own_tests import tests_rows
 from benchmarks.peers import PEERS, peer_versions
 from benchmarks.rows import Row, table
@@ -44,12 +39,6 @@ MEASURES: dict[str, Rows] = {
     "small": small_rows,
     "tests": tests_rows,
 }
-
-IN_ROUNDS = ("everyday", "tests")  # suites that give a row again: after each round, after each test
-PARTS = {
-    "everyday": EVERYDAY_PARTS,
-    "templates": tuple(TEMPLATE_PARTS),
-}  # what `--setting` names there
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -80,9 +69,8 @@ def measure(
     details: dict[str, Any] = {"model": name}
     for row in MEASURES[suite](name, sizes, device, options, details):
         tell(str(row))
-        if suite in IN_ROUNDS:
-            rows = [one for one in rows if (one["name"], one["size"]) != (row["name"], row["size"])]
-        rows.append(row)
+        # A suite may give a row again: after each round, after each test.
+        rows = [one for one in rows if (one["name"], one["size"]) != (row["name"], row["size"])] + [row]
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
         write(path, suite, device, rows, details)
     write(path, suite, device, rows, details)  # what a suite knows only when it is over
@@ -101,24 +89,16 @@ def write(path: Path | None, suite: str, device: torch.device, rows: list[Row], 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise OptionError for what would fail after the model was made."""
+    suite = SUITES[options.suite]
     for size in options.size or ():
         parse_size(size)
-    for setting in options.setting or ():
-        parts = PARTS.get(options.suite, ())
-        if parts and setting not in parts:
-            raise OptionError(f"setting {setting!r} given; the suite {options.suite} has {', '.join(parts)}")
-    for setup in options.setup or ():
-        if options.suite not in ("everyday", "templates") and (options.suite != "single" or setup not in PEERS):
+    if suite.parts:
+        check_names("setting", options.setting or (), suite.parts, options.suite)
+    if options.suite == "single":
+        for setup in {*(options.setup or ())} - PEERS.keys():
             find_setup(setup)
     for number in ("runs", "layers", "steps", "gpus"):
-        value = getattr(options, number)
-        least = SUITES[options.suite].fewest_runs if number == "runs" else 1
+        value = getattr(options, number, None)
+        least = suite.fewest_runs if number == "runs" else 1
         if value is not None and value < least:
             raise OptionError(f"{number} {value} given; it must be at least {least}")
-    takes = SUITES[options.suite].takes
-    for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"):
-        if getattr(options, option) is not None and option not in takes:
-            raise OptionError(
-                f"--{option.replace('_', '-')} means nothing to the suite {options.suite}; "
-                f"it takes {', '.join('--' + name.replace('_', '-') for name in takes)}"
-            )

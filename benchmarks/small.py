@@ -21,13 +21,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, expert_file, lora_file, plain_config
 from benchmarks.gguf_experts import gguf_file, write_gguf
 from benchmarks.limited_host import disk_bytes, disk_rate, drop_caches, host_limit
@@ -57,9 +58,11 @@ def small_rows(
             words, checked = files(kind, scratch, device)
             details["disk_gb_s"] = details.get("disk_gb_s") or disk_rate(checked)
             for size in sizes:
-                chosen = [found for _, found in settings if found and found[1] == kind]
-                cells = [(int(found[2]), int(found[3])) if found[2] else (None, None) for found in chosen]
-                yield from cell_rows(kind, cells, Cell(Path(folder), scratch, words, device, size, runs))
+                making = Making(Path(folder), words, device, 1, [], size, runs, counter=partial(disk_bytes, scratch))
+                whole: dict[str, float] = {}
+                for _, found in settings:
+                    if found and found[1] == kind:
+                        yield from cell_rows(kind, found[2], found[3], making, whole)
 
 
 def files(kind: str, scratch: Path, device: torch.device) -> tuple[list[str], Path]:
@@ -81,46 +84,32 @@ def files(kind: str, scratch: Path, device: torch.device) -> tuple[list[str], Pa
     return [*words, "--attention", "fast"], (packed if kind == "gguf" else scaled)[0]
 
 
-class Cell:
-    """What all rows of one size have in common."""
-
-    def __init__(
-        self, folder: Path, scratch: Path, words: list[str], device: torch.device, size: str, runs: int
-    ) -> None:
-        self.folder, self.scratch, self.words, self.device, self.size = folder, scratch, words, device, size
-        self.runs = runs
-        parse_size(size)
-
-    def rows(self, card: int | None, host: int | None) -> list[Row]:
-        limited = [] if card is None or self.device.type == "cpu" else ["--memory-limit", str(card)]
-        drop_caches()
-        with host_limit(host) as limit:
-            making = Making(self.folder, self.words, self.device, 1, limited, self.size, None, self.runs)
-            making.command = [*limit.prefix, *making.command]
-            making.keeps_notes = True
-            making.counter = lambda: (limit.look(), disk_bytes(self.scratch))[1]
-            try:
-                first, *kept = making.rows()
-                rows = [first | {"name": "first"}, *kept]
-            except RuntimeError as error:  # what the memory held is of interest here above all
-                rows = [{"name": "", "size": self.size, "failed": str(error)}]
-            for row in rows:
-                row["host_limit"] = limit.how
-                row |= {} if limit.peak_gib is None else {"host_peak_gib": limit.peak_gib}
-                row |= {"host_kinds": limit.kinds} if limit.kinds else {}
-                row["notes"] = [note for note in row.get("notes", ()) if NOTES.search(note)]
-            return rows
+def cell_rows(kind: str, card: str | None, host: str | None, making: Making, whole: dict[str, float]) -> Iterator[Row]:
+    """Rows of a card and a host with so many GiB, None: all. whole: seconds without limits, by the name of the row."""
+    label = f"{kind}, whole card" if card is None else f"{kind}, card {card} GiB, host {host} GiB"
+    found = guarded(label, making.size, None, lambda: {"rows": limited_rows(card, host, making)})
+    for row in found.get("rows", [found]):
+        name = row["name"]
+        if card is None:
+            whole[name] = row.get("seconds", 0.0)
+        elif whole.get(name) and "seconds" in row:
+            row["slowdown"] = round(row["seconds"] / whole[name], 3)
+        yield row | {"name": f"{label}: {name}" if name and "rows" in found else label}
 
 
-def cell_rows(kind: str, cells: list[tuple[int | None, int | None]], cell: Cell) -> Iterator[Row]:
-    whole: dict[str, float] = {}
-    for card, host in cells:
-        label = f"{kind}, whole card" if card is None else f"{kind}, card {card} GiB, host {host} GiB"
-        found = guarded(label, cell.size, None, lambda c=card, h=host: {"rows": cell.rows(c, h)})
-        for row in found.get("rows", [found]):
-            name = row["name"]
-            if card is None:
-                whole[name] = row.get("seconds", 0.0)
-            elif whole.get(name) and "seconds" in row:
-                row["slowdown"] = round(row["seconds"] / whole[name], 3)
-            yield row | {"name": f"{label}: {name}" if name and "rows" in found else label}
+def limited_rows(card: str | None, host: str | None, making: Making) -> list[Row]:
+    words = [] if card is None or making.device.type == "cpu" else ["--memory-limit", card]
+    drop_caches()
+    with host_limit(None if host is None else float(host)) as limit:
+        count = lambda: (limit.look(), making.counter())[1]  # noqa: E731
+        try:
+            first, *kept = replace(making, words=words, prefix=limit.prefix, counter=count).rows()
+            rows: list[Row] = [first | {"name": "first"}, *kept]
+        except RuntimeError as error:  # what the memory held is of interest here above all
+            rows = [{"name": "", "size": making.size, "failed": str(error)}]
+        for row in rows:
+            row["host_limit"] = limit.how
+            row |= {} if limit.peak_gib is None else {"host_peak_gib": limit.peak_gib}
+            row |= {"host_kinds": limit.kinds} if limit.kinds else {}
+            row["notes"] = [note for note in row.get("notes", ()) if NOTES.search(note)]
+        return rows

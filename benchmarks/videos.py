@@ -13,6 +13,7 @@ NAME: kept     seconds from one file to the next, the median: models are loaded,
 NAME: list     with several makers: seconds for each video after the first of each, all GPUs together
 
 load, text, image, denoise, decode: seconds of that video's phases; the file is written while frames are decoded.
+phases, notes: of that video's report
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +63,7 @@ def videos_rows(
         for size in sizes:
             for label, _, words in settings:
                 chosen = shlex.split(words.replace("{models}", str(models)))
-                making = Making(Path(folder), model, device, gpus, chosen, size, options.steps, runs)
+                making = Making(Path(folder), model, device, gpus, chosen, size, runs)
                 found = guarded(label, size, None, lambda m=making: {"rows": m.rows()})
                 for row in found.get("rows", [found]):
                     yield row | {"name": f"{label}: {row['name']}" if "rows" in found else label}
@@ -89,30 +91,34 @@ def model_words(name: str, scratch: Path, models: Path, device: torch.device) ->
     return ["--model", str(models), "--task", f"{task}-A14B", *image]
 
 
+@dataclass
 class Making:
-    """One process that makes a list of videos."""
+    """One process that makes a list of videos. model, words: of `generate`. runs: videos of each maker after its first.
+    prefix: words before the command. counter: of bytes read from a disk."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model: list[str],
-        device: torch.device,
-        gpus: int,
-        words: list[str],
-        size: str,
-        steps: int | None,
-        runs: int,
-    ) -> None:
-        mesh = words[words.index("--mesh") + 1] if "--mesh" in words else None
-        self.makers = gpus // (1 if mesh is None else Mesh.parse(mesh).size)
-        width, height, frames = parse_size(size)
-        several = ",".join(["cpu"] * gpus) if device.type == "cpu" else str(gpus)
-        where = ["--device", str(device)] if gpus == 1 else ["--gpus", several]
-        self.folder, self.size, self.count = folder, size, max(self.makers, 1) * (runs + 1)
-        self.command = [sys.executable, "-m", "wan_core", "generate", *model, *where, "--size", f"{width}x{height}"]
-        self.keeps_notes = False  # rows have the notes of their reports
-        self.counter: Callable[[], int] = lambda: 0  # of bytes read from a disk
-        self.command += ["--frames", str(frames), *([] if steps is None else ["--steps", str(steps)]), *words]
+    folder: Path
+    model: list[str]
+    device: torch.device
+    gpus: int
+    words: list[str]
+    size: str
+    runs: int
+    prefix: Sequence[str] = ()
+    counter: Callable[[], int] = lambda: 0
+
+    def __post_init__(self) -> None:
+        words = self.words
+        mesh = Mesh.parse(words[words.index("--mesh") + 1]) if "--mesh" in words else None
+        self.makers = self.gpus // (1 if mesh is None else mesh.size)
+        self.count = max(self.makers, 1) * (self.runs + 1)
+
+    @property
+    def command(self) -> list[str]:
+        width, height, frames = parse_size(self.size)
+        several = ",".join(["cpu"] * self.gpus) if self.device.type == "cpu" else str(self.gpus)
+        where = ["--device", str(self.device)] if self.gpus == 1 else ["--gpus", several]
+        command = [*self.prefix, sys.executable, "-m", "wan_core", "generate", *self.model, *where]
+        return [*command, "--size", f"{width}x{height}", "--frames", str(frames), *self.words]
 
     def rows(self) -> list[Row]:
         """Raises RuntimeError with the end of what the process said."""
@@ -167,6 +173,4 @@ class Making:
         row |= {key: value for key, value in phases.items() if key in PHASES and (key != "load" or name == "cold")}
         row |= {"peak_gib": report["peak_device_gib"]} if report["peak_device_gib"] else {}
         row |= {"disk_gb": report["disk_gb"]} if report.get("disk_gb") else {}
-        if self.keeps_notes:
-            row |= {"notes": report["notes"], "phases": {n: p["seconds"] for n, p in report["phases"].items()}}
-        return row
+        return row | {"notes": report["notes"], "phases": {n: p["seconds"] for n, p in report["phases"].items()}}

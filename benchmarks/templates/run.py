@@ -9,16 +9,21 @@ replaced by nodes that give random tensors of the right shape (`stand_ins.py`); 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
+import torch
+from torch import Tensor
+
+from benchmarks.comfy_small import STAND_INS
+from benchmarks.comfyui import ComfyUI, Graph, make_base, node, python_of
 from benchmarks.templates.expand import expand
 from benchmarks.templates.our_sampler import OURS, SAMPLERS
 
@@ -42,7 +47,7 @@ TEMPLATES = {
     "video_wan2_2_14B_fun_camera": "camera",
 }
 SMALL = {"width": 64, "height": 64, "length": 9, "resize_type.width": 64, "resize_type.height": 64}
-STAND_INS = {
+ENCODERS = {
     "CLIPTextEncode": "StandInText",
     "CLIPVisionEncode": "StandInVision",
     "AudioEncoderEncode": "StandInAudio",
@@ -60,13 +65,16 @@ def templates_folder(python: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a template runs. size: of every node that has one, None as the template says. steps: of every sampler,
-    None likewise. frames: of videos that are given. layers: None for tiny models, or how many of the real width."""
+    """How large a template runs. size: of every node that has one. steps: of every sampler, None as the template says.
+    frames: of videos that are given. layers: None for tiny models, or how many of the real width."""
 
-    size: Mapping[str, int] | None = field(default_factory=lambda: dict(SMALL))
+    size: Mapping[str, int]
     steps: int | None = 2
     frames: int = 9
     layers: int | None = None
+
+
+TINY = Scale(SMALL)
 
 
 def reduced(graph: Graph, scale: Scale) -> Graph:
@@ -74,52 +82,40 @@ def reduced(graph: Graph, scale: Scale) -> Graph:
     made = deepcopy(graph)
     for one in made.values():
         kind, inputs = one["class_type"], one["inputs"]
-        if kind in STAND_INS:
-            one["class_type"] = STAND_INS[kind]
-            one["inputs"] = {name: inputs[name] for name in KEPT.get(STAND_INS[kind], ())}
+        if kind in ENCODERS:
+            stand_in = ENCODERS[kind]
+            one |= node(stand_in, **{name: inputs[name] for name in KEPT.get(stand_in, ())})
         elif kind in ("LoadImage", "GetVideoComponents"):
-            one["class_type"] = "StandInPictures"
-            one["inputs"] = {
-                "name": str(inputs.get("image", "video")),
-                "frames": 1 if kind == "LoadImage" else scale.frames,
-            }
+            frames = 1 if kind == "LoadImage" else scale.frames
+            one |= node("StandInPictures", name=str(inputs.get("image", "video")), frames=frames)
         elif kind == "LoraLoader":  # its CLIP goes to text encoders alone
-            one["class_type"] = "LoraLoaderModelOnly"
-            one["inputs"] = {name: inputs[name] for name in ("model", "lora_name", "strength_model")}
+            one |= node("LoraLoaderModelOnly", **{k: inputs[k] for k in ("model", "lora_name", "strength_model")})
         else:
-            inputs |= {name: value for name, value in (scale.size or {}).items() if name in inputs and _has_size(kind)}
-            if scale.steps is not None:
-                _fewer_steps(kind, inputs, scale.steps)
-    return made
+            inputs |= {name: value for name, value in scale.size.items() if name in inputs and _has_size(kind)}
+    return sampled_with(made, steps=scale.steps)
 
 
-def with_steps(graph: Graph, steps: int) -> Graph:
-    """The graph with so many steps of every sampler."""
+def sampled_with(
+    graph: Graph, *, steps: int | None = None, solver: str | None = None, seed: int | None = None
+) -> Graph:
+    """The graph with so many steps, this solver and this seed in every sampler; None: as they are."""
     made = deepcopy(graph)
     for one in made.values():
-        _fewer_steps(one["class_type"], one["inputs"], steps)
+        kind, inputs = one["class_type"], one["inputs"]
+        if steps is not None and "steps" in inputs and (kind in (*SAMPLERS, "BasicScheduler")):
+            inputs["steps"] = steps
+        if steps is not None and kind == "KSamplerAdvanced":  # the first of two ends after half of them
+            first = inputs["add_noise"] == "enable"
+            inputs |= {"start_at_step": 0 if first else steps // 2, "end_at_step": steps // 2 if first else 10000}
+        if solver is not None and "sampler_name" in inputs:
+            inputs["sampler_name"] = solver
+        if seed is not None:
+            inputs |= {name: seed for name in ("seed", "noise_seed") if isinstance(inputs.get(name), int)}
     return made
 
 
 def _has_size(kind: str) -> bool:
     return kind.startswith(("Wan", "Empty", "Resize"))
-
-
-def with_euler(graph: Graph) -> Graph:
-    """The graph with the solver Euler in every sampler."""
-    made = deepcopy(graph)
-    for one in made.values():
-        if "sampler_name" in one["inputs"]:
-            one["inputs"]["sampler_name"] = "euler"
-    return made
-
-
-def _fewer_steps(kind: str, inputs: dict[str, Any], steps: int) -> None:
-    if "steps" in inputs and (kind in SAMPLERS or kind == "BasicScheduler"):
-        inputs["steps"] = steps
-    if kind == "KSamplerAdvanced":  # the first of two ends after half of them
-        first = inputs["add_noise"] == "enable"
-        inputs |= {"start_at_step": 0 if first else steps // 2, "end_at_step": steps // 2 if first else 10000}
 
 
 def observed(graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> Graph:
@@ -132,13 +128,9 @@ def observed(graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None
         source = one["inputs"]["model"]
         if accelerate is not None:
             added = f"accelerate {source[0]} {source[1]}"
-            choices = {"model": source, **accelerate}
-            made[added] = {"class_type": "WanCoreAccelerate", "inputs": choices}
+            made[added] = node("WanCoreAccelerate", model=source, **accelerate)
             made[name]["inputs"]["model"] = [added, 0]
-        made[f"keep {name}"] = {
-            "class_type": "KeepLatent",
-            "inputs": {"latent": [name, 0], "name": f"{run}-{_plain(name)}"},
-        }
+        made[f"keep {name}"] = node("KeepLatent", latent=[name, 0], name=f"{run}-{_plain(name)}")
     needed: set[str] = set()
     waiting = [name for name, one in made.items() if one["class_type"] == "KeepLatent"]
     while waiting:
@@ -168,44 +160,50 @@ def files_of(graph: Graph, kind: str, models: Path) -> dict[str, str]:
 class Templates:
     """A ComfyUI with stand-ins, and files as templates ask for them."""
 
-    def __init__(
-        self, checkout: Path, base: Path, scale: Scale | None = None, folder: Path | None = None, **server: Any
-    ) -> None:
+    def __init__(self, checkout: Path, base: Path, folder: Path | None = None, **server: Any) -> None:
         """folder: of the templates; None: where its Python has them. server: more arguments of `ComfyUI`. Raises
         FileNotFoundError where there are no templates."""
         self.checkout, self.python = checkout, python_of(checkout)
-        self.scale, folder = scale or Scale(), folder or templates_folder(self.python)
+        folder = folder or templates_folder(self.python)
         if folder is None:
             raise FileNotFoundError(f"{self.python} has no comfyui-workflow-templates-json: pip install it")
-        self.folder, self.base = folder, make_base(base, {"stand_ins": (HERE / "stand_ins.py").read_text()})
+        self.folder, self.base = folder, make_base(base, STAND_INS)
         self.server = ComfyUI(checkout, base, **server)
         self.info: Mapping[str, Any] = self.server.get("/object_info")
         self.written: dict[str, str] = {}
 
-    def graph(self, template: str, scale: Scale | None = None) -> Graph:
-        """The template as it runs, and its files written. scale: another than that of all templates."""
+    def graph(self, template: str, scale: Scale = TINY) -> Graph:
+        """The template as it runs, and its files written."""
         return self.runnable(expand(self.workflow(template), self.info), template, scale)
 
     def workflow(self, template: str) -> dict[str, Any]:
         """The template in the page's form."""
         return json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
 
-    def runnable(self, graph: Graph, template: str, scale: Scale | None = None) -> Graph:
+    def runnable(self, graph: Graph, template: str, scale: Scale = TINY) -> Graph:
         """A graph of the template as it runs, and its files written."""
-        graph = reduced(graph, scale or self.scale)
-        self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"))
+        graph = reduced(graph, scale)
+        self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"), scale.layers)
         return graph
 
-    def _write(self, files: dict[str, str]) -> None:
+    def _write(self, files: dict[str, str], layers: int | None) -> None:
         if files == self.written:
             return
         shutil.rmtree(self.base / "models", ignore_errors=True)
         for folder in ("diffusion_models", "vae", "loras"):  # without one the server does not tell of its loader
             (self.base / "models" / folder).mkdir(parents=True)
         command = [self.python, str(HERE / "files.py"), str(self.checkout), json.dumps(files)]
-        command += [] if self.scale.layers is None else [str(self.scale.layers)]
+        command += [] if layers is None else [str(layers)]
         subprocess.run(command, check=True, capture_output=True, cwd=self.checkout)
         self.written = files
+
+    def kept(self, run: str) -> dict[str, Tensor]:
+        """The latents that the last run of this name kept, in the order of its samplers; their files go."""
+        paths = sorted((self.base / "output").glob(f"{run}-*.pt"), key=os.path.getmtime)
+        latents = {path.stem.removeprefix(f"{run}-"): torch.load(path) for path in paths}
+        for path in paths:
+            path.unlink()
+        return latents
 
     def stop(self) -> None:
         self.server.stop()

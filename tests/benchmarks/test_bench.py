@@ -77,7 +77,15 @@ def test_comfyui_computes_what_ours_does(tmp_path: Path) -> None:
 
 def test_the_ladder_has_a_row_for_everything_that_was_asked_for(tmp_path: Path) -> None:
     """Numbers where it runs, the reason where it does not, and every size."""
-    names = ["diffusers", "plain torch", TORCH_ONLY, "fp8/sdpa/torch", "fp8/math-fp8/torch", "+ flash4", "te-current"]
+    names = [
+        "diffusers",
+        "plain torch",
+        TORCH_ONLY,
+        "fp8/sdpa/torch",
+        "fp8/math-fp8/torch",
+        "+ flash4",
+        "te-current/flash4",
+    ]
     chosen = [argument for name in names for argument in ("--setup", name)]
     sizes = ["--size", "64x48x5", "--size", "48x48x9"]
     result = bench(tmp_path, "single", "--precision", "fp32", "--runs", "1", *sizes, *chosen)
@@ -86,7 +94,7 @@ def test_the_ladder_has_a_row_for_everything_that_was_asked_for(tmp_path: Path) 
     assert [row["size"] for row in result["rows"]] == ["64x48x5"] * len(names) + ["48x48x9"] * len(names)
     assert result["versions"]["diffusers"]
     for size in ("64x48x5", "48x48x9"):
-        for name in ("+ flash4", "te-current"):
+        for name in ("+ flash4", "te-current/flash4"):
             assert "GPU" in rows[size, name]["why_not"] and "seconds" not in rows[size, name]
         measured = {name: rows[size, name] for name in names[:5]}
         assert all(row["seconds"] > 0 for row in measured.values())

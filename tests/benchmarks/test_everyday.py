@@ -13,24 +13,17 @@ import torch
 from benchmarks import comfy_files, everyday
 from benchmarks.comfy_files import as_fp8, expert_file, write_expert, write_files
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
-from benchmarks.comfy_server import Server
 from benchmarks.comfy_small import small_graph
 from benchmarks.comfyui import Graph
-from benchmarks.everyday import (
-    ACCELERATED,
-    OFF_SIDES,
-    Side,
-    everyday_rows,
-    ratios,
-    several_sides,
-)
+from benchmarks.everyday import SIDES, Side, everyday_rows, ratios, sides_for
+from benchmarks.options import EVERYDAY_PARTS
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
-SEVERAL = (*several_sides(2, CPU, guided=True), *several_sides(2, torch.device("cuda"), guided=True))
+SEVERAL = (*sides_for(2, torch.device("cuda")), *sides_for(2, CPU)[len(SIDES) :])
 SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text())
 TINY_DIT = detect(open_checkpoint(TINY / "i2v_high.safetensors")).config
 TINY_VAE = detect(open_checkpoint(TINY / "vae.safetensors")).config
@@ -57,7 +50,7 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False)])
-@pytest.mark.parametrize("make", [side.graph for side in (*OFF_SIDES, *ACCELERATED, *SEVERAL)])
+@pytest.mark.parametrize("make", [side.graph for side in SEVERAL])
 def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
     graph: Graph = make(job)
     for entry in graph.values():
@@ -85,31 +78,32 @@ def test_each_expert_has_half_of_the_steps_on_both_sides(job: Job) -> None:
 
 
 def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
-    def side(native: bool, gpus: int) -> Side:
-        return Side("", native_graph, native, gpus)
-
-    alone, both, ours, row = side(True, 1), side(True, 2), side(False, 2), {"seconds": 4.0}
-    measured = [(alone, {"seconds": 12.0}), (alone, {"seconds": 16.0}), (both, {"seconds": 8.0}), (ours, row)]
+    one, other, both = (Side(name, native_graph, True, gpus) for name, gpus in (("a", 1), ("b", 1), ("c", 2)))
+    ours, alone = Side("d", native_graph, gpus=2), Side("e", native_graph)
+    measured = {one: {"seconds": 12.0}, other: {"seconds": 16.0}, both: {"seconds": 8.0}}
+    row = {"seconds": 4.0}
     shown = {"ratio": 3.0, "ratio_to": everyday.PEER, "ratio_to_native_gpus": 2.0}
-    assert ratios(ours, row, measured) == shown
-    assert "ratio_to_native_gpus" not in ratios(side(False, 1), row, measured)
-    assert ratios(ours, row, [(both, {"failed": "no"})]) == ratios(ours, {"failed": "no"}, measured) == {}
+    assert ratios(ours, {**measured, ours: row}) == shown
+    assert "ratio_to_native_gpus" not in ratios(alone, {**measured, alone: row})
+    failed = {"failed": "no"}
+    assert ratios(ours, {both: failed, ours: row}) == ratios(ours, {**measured, ours: failed}) == {}
 
 
 @pytest.mark.comfy
 def test_every_side_in_a_real_server() -> None:
     """On small files, with a stand-in for the text encoder: native sides too."""
-    options = argparse.Namespace(
-        setting=["on", "fresh", "off", "cold"], scratch=None, checkout=find_comfyui(), layers=None, runs=1, gpus=1
-    )
-    options.setup, options.steps = None, 4
-    rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
-    assert {row["name"].partition(": ")[0] for row in rows} == {
-        "on, new seed", "on, new prompt and picture", "off", "cold"
-    }  # fmt: skip
-    assert {row["name"].rpartition(": ")[2] for row in rows} == {side.name for side in (*OFF_SIDES, *ACCELERATED)}
+    find_comfyui()
+    options = argparse.Namespace(suite="everyday", scratch=None, layers=None, runs=1, gpus=1, steps=4)
+    few = ["native", "ours, auto"]
+    chosen = {"on": None, "fresh": few, "off": None, "cold": few}
+    rows = []
+    for options.setting, options.setup in zip(([part] for part in chosen), chosen.values(), strict=True):
+        rows += everyday_rows("", ["64x64x5"], CPU, options, {})
+    for part, label in EVERYDAY_PARTS.items():
+        names = [row["name"].removeprefix(f"{label}: ") for row in rows if row["name"].startswith(f"{label}: ")]
+        assert sorted(names) == sorted(chosen[part] or (side.name for side in SIDES))
     for row in rows:
-        if "Model Sparse Attention" in row["name"] and "why_not" in row:
+        if "Model Sparse Attention" in row["name"] and "BlockSparseAttention" in row.get("failed", ""):
             continue  # an older ComfyUI
         assert row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0, row
         if row["name"].startswith("cold"):
@@ -121,19 +115,18 @@ def test_every_side_in_a_real_server() -> None:
 @pytest.mark.comfy
 def test_several_gpus_in_a_real_server(tmp_path: Path) -> None:
     """Two workers on the CPU; ComfyUI's own graph with a node that divides work is accepted."""
-    options = argparse.Namespace(setting=["on", "off"], scratch=tmp_path, checkout=find_comfyui(), layers=2, runs=1)
-    options.setup, options.steps, options.gpus = ["ours, cudnn-fp8, 2 GPUs", "native, on all GPUs, 2 GPUs"], None, 2
+    find_comfyui()
+    options = argparse.Namespace(suite="everyday", scratch=tmp_path, layers=2, runs=1, steps=None, gpus=2)
+    options.setting, options.setup = ["on", "off"], ["ours, cudnn-fp8, 2 GPUs", "native, on all GPUs, 2 GPUs"]
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert [(row["name"], row["gpus"]) for row in rows] == [
         (f"{part}: {side}", 2) for part in ("on, new seed", "off") for side in options.setup
     ]
     assert all(row["nodes"]["samplers"] > 0 and "failed" not in row for row in rows), rows
-    with everyday.server_files(tmp_path, options.checkout) as (checkout, base), Server(checkout, base, CPU) as server:
+    with everyday.server_files(tmp_path) as base, everyday.serving(base, CPU) as server:
         if "MultiGPU_WorkUnits" not in server.kinds:
             pytest.skip("this ComfyUI has no MultiGPU CFG Split")
         write_files(base / "models", CPU, "i2v", 2)
-        for side in SEVERAL[:2]:
-            graph = side.graph(Job(width=64, height=64, frames=5, four_steps=False, layers=2))
-            server.comfyui.watch(
-                with_defaults(small_graph(graph), server.kinds)
-            )  # raises `Refused` where it is no graph
+        side = next(side for side in SEVERAL if side.name == "native, comfy kitchen attention, 2 GPUs")
+        graph = side.graph(Job(width=64, height=64, frames=5, four_steps=False, layers=2))
+        server.comfyui.watch(with_defaults(small_graph(graph), server.kinds))  # raises `Refused` where it is no graph

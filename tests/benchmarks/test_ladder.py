@@ -67,9 +67,7 @@ def side_names(gpus: int) -> set[str]:
 
     from benchmarks import everyday, official
 
-    several = everyday.several_sides(gpus, torch.device("cuda"), guided=True)
-    sides = (*everyday.SIDES, *everyday.OFF_SIDES, *everyday.ACCELERATED, *several, *official.SIDES)
-    return {side.name for side in sides}
+    return {side.name for side in everyday.sides_for(gpus, torch.device("cuda"))} | {*official.SIDES}
 
 
 def test_jobs_that_fit_run_and_each_result_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,22 +18,24 @@ CPU = torch.device("cpu")
 
 def report(load: float) -> dict:
     phases = {"load": {"seconds": load}, "denoise high": {"seconds": 3.0}, "denoise low": {"seconds": 1.5}}
-    return {"phases": phases, "peak_device_gib": 1.5}
+    return {"phases": phases, "peak_device_gib": 1.5, "notes": ["a note"]}
 
 
 def test_videos_are_cold_then_kept() -> None:
-    making = Making(Path(), ["--model", "tiny"], CPU, 1, [], "64x64x5", None, 3)
+    making = Making(Path(), ["--model", "tiny"], CPU, 1, [], "64x64x5", 3)
     cold, warm = making.timed([20.0, 26.0, 31.0, 38.0], [report(9.0), report(0.0), report(0.0), report(0.0)])
-    assert cold == {"name": "cold", "size": "64x64x5", "seconds": 20.0, "load": 9.0, "denoise": 4.5, "peak_gib": 1.5}
+    numbers = {"name": "cold", "size": "64x64x5", "seconds": 20.0, "load": 9.0, "denoise": 4.5, "peak_gib": 1.5}
+    phases = {"load": 9.0, "denoise high": 3.0, "denoise low": 1.5}
+    assert cold == {**numbers, "phases": phases, "notes": ["a note"]}
     assert (warm["seconds"], warm["spread"], warm["runs"], warm["denoise"]) == (6.0, 2.0, 3, 4.5) and "load" not in warm
 
 
 def test_a_list_on_several_gpus_counts_videos_after_the_first_of_each() -> None:
-    making = Making(Path(), ["--model", "tiny"], CPU, 2, [], "64x64x5", None, 1)
+    making = Making(Path(), ["--model", "tiny"], CPU, 2, [], "64x64x5", 1)
     assert making.makers == 2 and making.count == 4
     _, row = making.timed([10.0, 11.0, 15.0, 17.0], [report(1.0)] * 4)
     assert row["seconds"] == 3.0 and (row["videos"], row["gpus"]) == (4, 2)
-    assert Making(Path(), ["--model", "tiny"], CPU, 2, ["--mesh", "2x1x1"], "64x64x5", None, 1).makers == 1
+    assert Making(Path(), ["--model", "tiny"], CPU, 2, ["--mesh", "2x1x1"], "64x64x5", 1).makers == 1
 
 
 def test_a_list_of_the_embedded_model(tmp_path: Path) -> None:

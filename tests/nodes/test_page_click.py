@@ -106,10 +106,7 @@ def the_same(templates: Templates, graphs: list[Graph]) -> int:
     for run, graph in zip(("plain", "clicked"), graphs, strict=True):
         done = templates.server.run(observed(graph, run))
         assert done.ok, f"{run}: {done.status}"
-        paths = sorted((templates.base / "output").glob(f"{run}-*.pt"))
-        runs.append({path.name.removeprefix(run): torch.load(path) for path in paths})
-        for path in paths:
-            path.unlink()
+        runs.append(templates.kept(run))
         said.append(templates.server.log().count("WanCore Accelerate: "))
     plain, clicked = runs
     assert plain.keys() == clicked.keys()
@@ -205,7 +202,7 @@ def test_all_gpus_in_the_place_of_the_samplers(templates: Templates, page: Brows
         done = templates.server.run(observed(templates.runnable(graph, name), run))
         assert done.ok, f"{run}: {done.status}"
         [last] = (key for key, one in graph.items() if one["class_type"] == "WanCoreSampler" or ends(one))
-        latents.append(torch.load(templates.base / "output" / f"{run}-{last.replace(':', '_')}.pt"))
+        latents.append(templates.kept(run)[last.replace(":", "_")])
     assert (latents[0] - latents[1]).norm() <= 1e-3 * latents[0].norm()
     page.script(COMMAND, "WanCore.TakeOut")
     assert page.script(STATE) == before and page.script(PROMPT) == plain

@@ -15,7 +15,7 @@ from benchmarks.comfy_graphs import with_defaults
 from benchmarks.comfyui import Graph
 from benchmarks.templates.expand import expand
 from benchmarks.templates.our_sampler import with_our_sampler
-from benchmarks.templates.run import TEMPLATES, Templates, observed, with_euler
+from benchmarks.templates.run import TEMPLATES, Templates, observed, sampled_with
 from tests.comfyui import find_newer_comfyui
 
 RESULTS = Path(__file__).parent / "template_results.json"
@@ -39,10 +39,7 @@ def latents(templates: Templates, graph: Graph, run: str, accelerate: Mapping[st
     """Those of every sampler."""
     done = templates.server.run(observed(graph, run, accelerate))
     assert done.ok, f"{run}: {done.status}"
-    files = sorted((templates.base / "output").glob(f"{run}-*.pt"))
-    tensors = [torch.load(path) for path in files]
-    for path in files:
-        path.unlink()
+    tensors = [*templates.kept(run).values()]
     assert all(one.isfinite().all() and one.abs().max() > 0 for one in tensors), "the latents are not those of a model"
     return tensors
 
@@ -67,7 +64,7 @@ def test_a_template_samples_the_same_and_says_what_was_accelerated(templates: Te
     alone = all(one["class_type"] != "KSamplerAdvanced" for one in graph.values())
     assert alone == (expected["ours"] is not None)
     if alone:
-        euler = with_euler(graph)  # other solvers draw noise of their own
+        euler = sampled_with(graph, solver="euler")  # other solvers draw noise of their own
         ours = latents(templates, with_defaults(with_our_sampler(euler), templates.info), "ours")
         assert error(ours, latents(templates, euler, "euler")) <= 2.5 * expected["ours"] + 1e-5
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from copy import deepcopy
 
 import pytest
-import torch
 
 from benchmarks.comfy_graphs import with_defaults
 from benchmarks.comfyui import Graph
+from benchmarks.measure import relative_error
 from benchmarks.templates.our_sampler import OURS, with_our_sampler
 from benchmarks.templates.run import TEMPLATES, Templates, observed
 from tests.comfyui import find_newer_comfyui
@@ -61,13 +61,8 @@ def differences(templates: Templates, name: str) -> dict[str, float]:
     for run, prompt in (("native", observed(graph, "native")), ("own", with_defaults(own, templates.info))):
         done = templates.server.run(prompt)
         assert done.ok, f"{name}, {run}: {done.status}"
-    errors = {}
-    for path in sorted((templates.base / "output").glob("own-*.pt")):
-        pair = torch.load(path.with_name("native" + path.name.removeprefix("own"))), torch.load(path)
-        errors[path.stem.removeprefix("own-")] = float((pair[1] - pair[0]).norm() / pair[0].norm())
-    for path in (templates.base / "output").glob("*.pt"):
-        path.unlink()
-    return errors
+    native = templates.kept("native")
+    return {sampler: relative_error(latents, native[sampler]) for sampler, latents in templates.kept("own").items()}
 
 
 def test_the_clips_of_the_sound_template_equal_comfyuis(templates: Templates) -> None:
