@@ -24,16 +24,17 @@ from wan_core.config import Request, UserError
 from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
-from wan_core.models.wan.families.clips import Clip
-from wan_core.pipeline.clips import KeptClips, remove_kept
+from wan_core.pipeline.clips import remove_kept
+from wan_core.pipeline.kept_steps import KeptLatents, Reached
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.pipeline.run import Watch
 from wan_core.sampling.cache.curves import find_curve, write_curve
+from wan_core.sampling.plan import make_plan
 from wan_core.workers.video_list import KEY, ListedVideo
 
 REFUSED, ANOTHER = "refused", "another"
 LATENTS = torch.arange(1.0, 241).reshape(1, 1, 5, 6, 8)
-CLIP, NEXT = Clip(0, 0, 17, 0), Clip(1, 12, 17, 5)
+PLAN = make_plan(steps=2)
 
 
 @pytest.fixture(autouse=True)
@@ -67,24 +68,24 @@ class Kind:
 
 
 def write_clip(folder: Path, what: str) -> Path:
-    key, clip = ("b" if what == "another's" else "a") * 64, NEXT if what == "swapped" else CLIP
-    kept = KeptClips(folder / what, key, print)
-    kept.keep(clip, LATENTS / 0 - LATENTS / 0 if what == "nan" else LATENTS, 8)
-    return kept.own[0]
+    key = ("b" if what == "another's" else "a") * 64
+    kept = KeptLatents(folder / what / "clip.latents.safetensors", key, print, int(what == "swapped"))
+    kept.write(Reached(len(PLAN.steps), LATENTS * torch.nan if what == "nan" else LATENTS))
+    return kept.path
 
 
 def read_clip(path: Path) -> Any:
     """Also makes the clip again, as a run does, and takes that."""
     warnings: list[str] = []
-    kept = KeptClips(path.parent, "a" * 64, warnings.append)
-    found = kept.find(CLIP, tuple(LATENTS.shape))
+    kept = KeptLatents(path, "a" * 64, warnings.append)
+    found = kept.find(PLAN, tuple(LATENTS.shape))
     if found is None:
-        kept.keep(CLIP, LATENTS, 8)
-        again = KeptClips(path.parent, "a" * 64, print).find(CLIP, tuple(LATENTS.shape))
-        assert again is not None and torch.equal(again, LATENTS)
         assert len(warnings) == 1 and "clip 1" in warnings[0] and "made again" in warnings[0]
-    remove_kept(kept.own)
-    return REFUSED if found is None else found.tolist()
+        if kept.write(Reached(len(PLAN.steps), LATENTS)):
+            again = KeptLatents(path, "a" * 64, print).find(PLAN, tuple(LATENTS.shape))
+            assert again is not None and torch.equal(again.x, LATENTS)
+    remove_kept([path])
+    return REFUSED if found is None else found.x.tolist()
 
 
 def write_latents(folder: Path, what: str) -> Path:
@@ -270,11 +271,11 @@ def test_a_run_goes_on_from_what_is_whole(
     [said] = [warning for warning in again.report.warnings if warning.startswith("clip 1")]
     assert "is made again: " in said
     if way == "another's":
-        assert f"{first} has its name, and is another clip" in said and first.read_bytes() == other.read_bytes()
+        assert f"{first} has its name, and is another clip" in said
         assert any(note.startswith("1 kept clips of other videos") for note in again.report.warnings)
     remove_kept(again.kept_clips)
-    assert folder.exists() == (way in ("folder", "pipe", "another's"))  # nothing that may be somebody's is removed
-    assert not list(folder.glob("*.latents.safetensors")) or way in ("folder", "pipe", "another's")
+    assert folder.exists() == (way in ("folder", "another's"))  # nothing that may be somebody's is removed
+    assert not list(folder.glob("*.latents.safetensors")) or way in ("folder", "another's")
 
 
 # ------------------------------------------------------------------------------------------------- --save-latents

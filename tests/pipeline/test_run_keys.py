@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.config.table import table
-from wan_core.pipeline.clips import KeptClips, run_key
+from wan_core.pipeline.clips import kept_latents, run_key
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Run, Watch
 
@@ -89,8 +89,8 @@ def interrupted(options: LoadOptions, asked: Request, clips: Path) -> None:
 def goes_on(options: LoadOptions, asked: Request, clips: Path) -> bool:
     """Whether a run would take the first clip from the folder."""
     run = Pipeline.load(options).prepare(asked)
-    kept = KeptClips(clips, run_key(run), lambda words: pytest.fail(words))
-    return kept.find(run.job.clips[0], run.job.clip_shape(run.job.clips[0])) is not None
+    [kept] = kept_latents(run, clips, 1)
+    return kept.find(run.job.plan, run.job.clip_shape(run.job.clips[0])) is not None
 
 
 CHANGED: dict[str, Any] = {

@@ -1,9 +1,7 @@
 """A long video, clip by clip: each begins with the last frames of the one before.
 
-The latents of a finished clip are kept in a folder until the video is complete, so that a run that was interrupted goes
-on after its last finished clip. A file's name has the start of a key: a hash of everything that decides the video. So a
-run finds its own clips only, and never writes over another's. A file that is not as it was written counts for nothing:
-its clip is made again.
+The latents of each clip are kept in a folder until the video is complete (`kept_steps`), so that a run that was
+interrupted goes on from them.
 
 Legend: C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -24,21 +21,18 @@ import torch
 from torch import Tensor
 
 from wan_core import __version__
-from wan_core.checkpoint.save import load_latents, try_to_save_latents
-from wan_core.config import UserError
 from wan_core.config.keys import key_of, model_paths, stamps
-from wan_core.config.outputs import numbered, remove_left_over
+from wan_core.config.outputs import remove_left_over
 from wan_core.execution.report import installed
 from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
 from wan_core.models.wan.families.clips import Clip, ClipRules, latents_of
-from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.check import Job
 from wan_core.pipeline.colours import ColourMatch, channel_means, note_drift, pixels_of, unit
 from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to, use_all
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media, text_of_clip
-from wan_core.pipeline.kept_steps import ENDING, KeptSteps
+from wan_core.pipeline.kept_steps import ENDING, KeptLatents, Reached, reached_of_all
 from wan_core.pipeline.run import OnStep, Run, Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
@@ -61,8 +55,7 @@ class ClipRun:
         self.run, self.job = run, run.job
         with run.report.phase("read media"):
             self.media = load_media(run)
-            first = run.models.ranks is None or run.models.ranks.rank == 0
-            self.kept = KeptClips(keep, run_key(run), run.warn) if keep is not None and first else None
+            self.kept = kept_latents(run, keep, len(self.job.clips))
         self.match = ColourMatch(self.job.request.match_colours, run.models.device)
         self.frames = np.empty((self.job.frames, self.crop.height, self.crop.width, 3), np.uint8)
 
@@ -101,20 +94,18 @@ class ClipRun:
     def latents(self, clip: Clip, media: Mapping[str, Tensor], text: Conditioning, watch: Watch) -> Tensor:
         """Un-normalised latents of one clip: kept by an earlier run, or made now."""
         models, report, shape = self.run.models, self.run.report, self.job.clip_shape(clip)
-        finished = None if self.kept is None else self.kept.find(clip, shape)
-        finished = kept_of_all(models.ranks, finished, shape)
-        if finished is not None:
+        kept = self.kept[clip.number] if self.kept else None
+        reached = reached_of_all(kept, models.ranks, self.job.plan, shape, models.device)
+        if reached is not None and reached.index == len(self.job.plan.steps):
             report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
-            return finished.to(models.device)
+            return reached.x
         conditioning = condition(self.run, clip, media, text_of_clip(self.run, text, clip))
         watch.phase("denoise")
         on_step = None if watch.step is None else self.on_step(clip, watch.step)
-        steps = None if self.kept is None else self.kept.steps(clip)
-        latents = sample(self.run, conditioning, on_step, watch.checks, clip=clip.number, kept=steps)
-        if self.kept is not None and steps is not None:
+        latents = sample(self.run, conditioning, on_step, watch.checks, None, clip.number, kept, reached)
+        if kept is not None:
             with report.phase("save latents"):
-                self.kept.keep(clip, latents, self.job.fps)
-            steps.remove()
+                kept.write(Reached(len(self.job.plan.steps), latents))
         return latents
 
     def on_step(self, clip: Clip, on_step: OnStep) -> OnStep:
@@ -176,8 +167,10 @@ class ClipRun:
 
     def note_kept(self) -> None:
         """Say what else is in the folder of kept clips."""
-        if self.kept is not None and (others := self.kept.others()):
-            self.run.warn(f"{others} kept clips of other videos are in {self.kept.folder}, left as they are")
+        for folder in {one.path.parent for one in self.kept}:
+            others = {*folder.glob(f"clip-*{ENDING}")} - {one.path for one in self.kept}
+            if others:
+                self.run.warn(f"{len(others)} kept clips of other videos are in {folder}, left as they are")
 
 
 def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
@@ -210,64 +203,13 @@ def run_key(run: Run) -> str:
     return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()
 
 
-class KeptClips:
-    """Latents of finished clips of one video in a folder, which other runs may share. warn: is told what a user should
-    know. own: files of this video."""
-
-    def __init__(self, folder: Path, key: str, warn: Callable[[str], None]) -> None:
-        self.folder, self.key, self.warn = folder, key, warn
-        self.own: list[Path] = []
-
-    def find(self, clip: Clip, shape: tuple[int, ...]) -> Tensor | None:
-        """The latents of a clip that an earlier run of the same video finished, if they are as it wrote them."""
-        for path in numbered(self._path(clip)):
-            if not os.path.lexists(path):
-                return None
-            try:
-                latents, _, settings = load_latents(path)
-            except (UserError, OSError) as fault:
-                self.warn(f"clip {clip.number + 1} was finished by an earlier run, and is made again: {fault}")
-                self.own += [path] * path.is_file()  # by its name
-                continue
-            if (settings.get("key"), settings.get("clip"), tuple(latents.shape)) == (self.key, clip.number, shape):
-                self.own.append(path)
-                return latents
-            self.own += [path] * (settings.get("key") == self.key)
-            self.warn(f"clip {clip.number + 1} is made again: {path} has its name, and is another clip")
-        return None
-
-    def keep(self, clip: Clip, latents: Tensor, fps: int) -> None:
-        """Where that is not possible, a warning says so."""
-        with suppress(OSError):  # what is wrong with the folder, writing into it says
-            self.folder.mkdir(exist_ok=True)
-        path = next(path for path in numbered(self._path(clip)) if not os.path.lexists(path))
-        failed = try_to_save_latents(path, latents, fps, {"key": self.key, "clip": clip.number})
-        if failed is None:
-            self.own.append(path)
-        else:
-            self.warn(failed)
-
-    def steps(self, clip: Clip) -> KeptSteps:
-        """Where the latents of a clip are kept until they are finished."""
-        return steps_of(self.folder, self.key, clip.number, self.warn)
-
-    def others(self) -> int:
-        """How many clips of other runs are in the folder."""
-        return sum(self.key[:12] not in path.name for path in self.folder.glob(f"clip-*{ENDING}"))
-
-    def _path(self, clip: Clip) -> Path:
-        return self.folder / f"clip-{clip.number + 1:03}-{self.key[:12]}{ENDING}"
-
-
-def kept_steps(run: Run, folder: Path | None) -> KeptSteps | None:
-    """Where the latents of a video of one clip are kept until they are finished; None on all ranks but the first."""
+def kept_latents(run: Run, folder: Path | None, clips: int) -> list[KeptLatents]:
+    """Where the latents of so many clips are kept until the video is complete; none on all ranks but the first."""
     if folder is None or (run.models.ranks is not None and run.models.ranks.rank > 0):
-        return None
-    return steps_of(folder, run_key(run), 0, run.warn)
-
-
-def steps_of(folder: Path, key: str, number: int, warn: Callable[[str], None]) -> KeptSteps:
-    return KeptSteps(folder / f"step-{number + 1:03}-{key[:12]}{ENDING}", key, warn)
+        return []
+    key = run_key(run)
+    names = (f"clip-{clip + 1:03}-{key[:12]}{ENDING}" for clip in range(clips))
+    return [KeptLatents(folder / name, key, run.warn, clip) for clip, name in enumerate(names)]
 
 
 def remove_kept(clips: Collection[Path]) -> None:

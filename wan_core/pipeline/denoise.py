@@ -20,7 +20,7 @@ from wan_core.parallel.chords import TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.kept_steps import KeptSteps, Reached, reached_of_all
+from wan_core.pipeline.kept_steps import KeptLatents, Reached
 from wan_core.pipeline.run import OnStep, Run
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import BlockChecks, Integrator, Owner, Progress, denoise
@@ -39,10 +39,11 @@ def sample(
     checks: BlockChecks | None = None,
     latents: Tensor | None = None,
     clip: int = 0,
-    kept: KeptSteps | None = None,
+    kept: KeptLatents | None = None,
+    reached: Reached | None = None,
 ) -> Tensor:
     """Un-normalised latents float32 [1, C, T, Y, X] on the device. latents: that the run starts from. clip: of a long
-    video. kept: where latents are kept until they are finished."""
+    video. kept: where latents are kept until they are finished. reached: where an earlier run was."""
     models, plan = run.models, run.job.plan
     start = run.job.start(latents, clip)
     return sample_latents(
@@ -53,6 +54,7 @@ def sample(
         models.vae_config,
         run.report,
         kept=kept,
+        reached=reached,
         start=start,
         on_step=on_step,
         checks=checks,
@@ -74,7 +76,8 @@ def sample_latents(
     on_leftover: Callable[[Leftover], None] = lambda _: None,
     checks: BlockChecks | None = None,
     ranks: RankMesh | None = None,
-    kept: KeptSteps | None = None,
+    kept: KeptLatents | None = None,
+    reached: Reached | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X], the noisy sample at its first sigma, to un-normalised latents of the
     same shape, float32, timing every step.
@@ -82,7 +85,7 @@ def sample_latents(
     start: what `noise` was made of, for solvers that need more than that. ranks: those that run this together. vae: of
     the VAE whose latents these are. on_step and checks may raise to interrupt. on_leftover: told what another run can
     go on with, where noise is left over. kept: of the first rank, keeps the latents of steps until all are made; ranks
-    that run different steps keep none.
+    that run different steps keep none. reached: where an earlier run was, on all ranks.
     """
     checks = checks or BlockChecks()
     clock, forwards = StepClock(report), 0
@@ -103,7 +106,6 @@ def sample_latents(
         checks.skip_steps(stretch.group.index)
         noise = stretch.begin(noise)
     walked, solver = (plan, None) if stretch is None else (stretch.plan, stretch.solver)
-    reached = reached_of_all(kept, ranks, plan, tuple(noise.shape), noise.device) if stretch is None else None
     if reached is not None:
         noise = reached.x
         report.notes.append(f"an earlier run made the first {reached.index} of {len(plan.steps)} steps")

@@ -2,7 +2,9 @@
 killed process, no power) goes on from them and makes the same video.
 
 They are written at most every `SECONDS`, and only where the rest of the run needs nothing else of what was computed: at
-the first step of an expert, and after any step that is followed by none with a cache.
+the first step of an expert, and after any step that is followed by none with a cache. Finished ones of a clip stay
+until the video is complete. A file's name has the start of a key, a hash of everything that decides the video, so a run
+finds its own files only. A file that is not as it was written counts for nothing: its clip is made again.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 """
@@ -25,6 +27,7 @@ from wan_core.parallel.conditioning import kept_of_all
 from wan_core.parallel.mesh import RankMesh
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
+from wan_core.sampling.start import NEW
 
 SECONDS = 30.0  # between two writes
 ENDING = ".latents.safetensors"  # of kept steps and clips
@@ -32,11 +35,11 @@ ENDING = ".latents.safetensors"  # of kept steps and clips
 
 class Reached(NamedTuple):
     """What a run goes on with. index: of the step that comes next. x: the noisy sample [B, C, T, Y, X] before it,
-    normalised. history: of the solver."""
+    normalised; after the last step, the finished latents, un-normalised. history: of the solver."""
 
     index: int
     x: Tensor
-    history: History
+    history: History = NEW
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """All tensors one after the other [n * B, C, T, Y, X], and four numbers that say which they are."""
@@ -51,12 +54,13 @@ class Reached(NamedTuple):
         return cls(index, x, History(tuple(tensors[:past]), tensors[past] if start else None, order))
 
 
-class KeptSteps:
-    """The file that holds the latents of one unfinished run. key: of everything that decides the video. warn: is told
-    what a user should know. Only the first rank writes and reads."""
+class KeptLatents:
+    """The file that holds the latents of one clip of an unfinished video: those of its steps so far, or finished ones.
+    key: of everything that decides the video. warn: is told what a user should know. Only the first rank writes and
+    reads."""
 
-    def __init__(self, path: Path, key: str, warn: Callable[[str], None]) -> None:
-        self.path, self.key, self.warn = path, key, warn
+    def __init__(self, path: Path, key: str, warn: Callable[[str], None], clip: int = 0) -> None:
+        self.path, self.key, self.warn, self.clip = path, key, warn, clip
         self.written = time.monotonic()
 
     def find(self, plan: Plan, shape: tuple[int, ...]) -> Reached | None:
@@ -67,30 +71,32 @@ class KeptSteps:
             tensor, _, settings = load_latents(self.path)
             numbers = [int(number) for number in settings["numbers"]]
             index, past, start, _ = numbers
-            expected = (shape[0] * (1 + past + start), *shape[1:])
-            fits = settings["key"] == self.key and tuple(tensor.shape) == expected and can_begin_at(plan, index)
+            mine = (settings["key"], settings["clip"]) == (self.key, self.clip)
+            mine &= tuple(tensor.shape) == (shape[0] * (1 + past + start), *shape[1:])
+            finished = numbers == [len(plan.steps), 0, 0, 0]
+            if not mine or not (finished or can_begin_at(plan, index)):
+                raise UserError(f"{self.path} has its name, and is another clip")
         except (UserError, OSError, KeyError, TypeError, ValueError) as fault:
-            self.warn(f"the video is made from its first step: what an earlier run kept cannot be used: {fault}")
+            self.warn(f"clip {self.clip + 1} is made again: what an earlier run kept cannot be used: {fault}")
             return None
-        return Reached.unpack(tensor, numbers) if fits else None
+        return Reached.unpack(tensor, numbers)
 
     def keep(self, plan: Plan, reached: Reached) -> None:
         """After a step, where it is time. Where that is not possible, a warning says so, once."""
         if time.monotonic() - self.written < SECONDS or not can_begin_at(plan, reached.index):
             return
-        self.written = time.monotonic()
+        self.written = time.monotonic() if self.write(reached) else float("inf")
+
+    def write(self, reached: Reached) -> bool:
+        """Whether that was possible; a warning says so where it was not."""
         tensor, numbers = reached.pack()
         with suppress(OSError):  # what is wrong with the folder, writing into it says
             self.path.parent.mkdir(exist_ok=True)
-        failed = try_to_save_latents(self.path, tensor, 1, {"key": self.key, "numbers": numbers.tolist()})
+        settings = {"key": self.key, "clip": self.clip, "numbers": numbers.tolist()}
+        failed = try_to_save_latents(self.path, tensor, 1, settings)
         if failed is not None:
             self.warn(failed)
-            self.written = float("inf")
-
-    def remove(self) -> None:
-        """Once the latents are finished."""
-        with suppress(OSError):  # gone, or read-only by now
-            self.path.unlink(missing_ok=True)
+        return failed is None
 
 
 def can_begin_at(plan: Plan, index: int) -> bool:
@@ -102,10 +108,13 @@ def can_begin_at(plan: Plan, index: int) -> bool:
 
 
 def reached_of_all(
-    kept: KeptSteps | None, ranks: RankMesh | None, plan: Plan, shape: tuple[int, ...], device: torch.device
+    kept: KeptLatents | None, ranks: RankMesh | None, plan: Plan, shape: tuple[int, ...], device: torch.device
 ) -> Reached | None:
-    """Where an earlier run was, on every rank; kept: of the first rank, None on the others and where nothing is."""
+    """Where an earlier run was, on every rank; kept: of the first rank, None on the others and where nothing is. Ranks
+    that run different steps go on from none, but from a clip that is finished."""
     reached = None if kept is None else kept.find(plan, shape)
+    if ranks is not None and ranks.time.size > 1 and reached is not None and reached.index < len(plan.steps):
+        reached = None
     tensor, numbers = (None, None) if reached is None else reached.pack()
     numbers = kept_of_all(ranks, None if numbers is None else numbers.float(), (4,))
     if numbers is None:

@@ -29,11 +29,12 @@ from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job, check_request, make_job
-from wan_core.pipeline.clips import ClipRun, kept_steps, remove_kept
+from wan_core.pipeline.clips import ClipRun, kept_latents, remove_kept
 from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.encode import encode_media, encode_start, encode_text
 from wan_core.pipeline.first_use import forward_each_kind
+from wan_core.pipeline.kept_steps import reached_of_all
 from wan_core.pipeline.load import Models, load_models
 from wan_core.pipeline.run import COMPILING, SILENT, Run, Watch, begin
 from wan_core.pipeline.settings import choose_device
@@ -115,22 +116,21 @@ class Pipeline:
         if not job.alone:
             clips = ClipRun(run, watch.keep_clips)
             latents = clips.make(watch, write_frames)  # those of all clips in order
-            kept = () if clips.kept is None else tuple(clips.kept.own)
-            return Result(clips.frames, latents, job.fps, job.plan, report, kept)
+            return Result(clips.frames, latents, job.fps, job.plan, report, tuple(one.path for one in clips.kept))
         watch.phase("text")
         conditioning, start = self.encode(run), encode_start(run)
         if self.models.compiles:
             watch.phase(COMPILING)
         watch.phase("denoise")
-        steps = kept_steps(run, watch.keep_clips)
-        latents = sample(run, conditioning, watch.step, watch.checks, start, kept=steps)
+        [kept] = kept_latents(run, watch.keep_clips, 1) or [None]
+        reached = reached_of_all(kept, self.models.ranks, job.plan, job.clip_shape(job.clips[0]), self.models.device)
+        latents = sample(run, conditioning, watch.step, watch.checks, start, kept=kept, reached=reached)
         watch.latents(latents)
-        if steps is not None and watch.keep_latents is not None and watch.keep_latents.is_file():
-            remove_kept([steps.path])
+        if kept is not None and watch.keep_latents is not None and watch.keep_latents.is_file():
+            remove_kept([kept.path])
         watch.phase("decode")
         frames = decode_latents(run.vae(), latents, report, write_frames)
-        kept = () if steps is None else (steps.path,)
-        return Result(frames, latents.cpu(), job.fps, job.plan, report, kept)
+        return Result(frames, latents.cpu(), job.fps, job.plan, report, () if kept is None else (kept.path,))
 
     def prepare(self, request: Request) -> Run:
         """Check: fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""

@@ -41,7 +41,7 @@ from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images
-from wan_core.pipeline.kept_steps import KeptSteps
+from wan_core.pipeline.kept_steps import KeptLatents, reached_of_all
 from wan_core.pipeline.load import Models, load_models
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.pipeline import Pipeline
@@ -160,7 +160,7 @@ class Jobs:
     ) -> tuple[Tensor, Leftover | None]:
         """Un-normalised latents float32 on the CPU, and what another run can go on with. conditioning: as
         `Conditioning.flat` has it. keep: where the latents are written, with these settings, before they are sent.
-        keep_step, key: see `KeptSteps`."""
+        keep_step, key: see `KeptLatents`."""
         options, report = replace(models, device=str(self.rank.device)), self.report
         assert options.high is not None
         with report.phase("check files"):
@@ -182,6 +182,7 @@ class Jobs:
         self.phase("denoise", loaded)
         between = BetweenBlocks(self.rank, agreements(plan, mesh, found.dit.num_layers))
         leftovers: list[Leftover] = []
+        kept = KeptLatents(keep_step, key, report.warn) if keep_step is not None and self.rank.rank == 0 else None
         latents = sample_latents(
             plan,
             OwnMemory(loaded, report),
@@ -194,7 +195,8 @@ class Jobs:
             on_step=self.on_step(between, preview=True),
             checks=between,
             ranks=ranks,
-            kept=KeptSteps(keep_step, key, report.warn) if keep_step is not None and self.rank.rank == 0 else None,
+            kept=kept,
+            reached=reached_of_all(kept, ranks, plan, start.shape, self.rank.device),
         )
         with report.phase("save latents"):
             self.keep(keep, latents, fps, report, settings)
