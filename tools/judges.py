@@ -32,10 +32,10 @@ from torch import Tensor
 
 from tools.testbed.full_runs import FullRuns
 from wan_core.config import SPEEDS, LoadOptions, Request
+from wan_core.config.skipping import parse_setting
 from wan_core.media.pictures import save_picture
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN, for_request
-from wan_core.sampling.cache.settings import parse_setting
 from wan_lab.compare import truth
 from wan_lab.pictures import draw_quality
 from wan_lab.results import envelope, result_path, write_result

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wan_core.config import MagCacheOptions, OptionError, Request, SkipOptions
 from wan_core.config.outputs import Outputs, keep_old
+from wan_core.config.skipping import parse_setting
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
@@ -24,7 +25,6 @@ from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.curves import ASSETS, curve_path, write_curve
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready

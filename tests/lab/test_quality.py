@@ -15,12 +15,12 @@ from PIL import Image
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
 from wan_core.config import MagCacheOptions, SkipOptions
+from wan_core.config.skipping import parse_setting
 from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.curves import read_curve
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 from wan_lab.calibrate import calibrate, record

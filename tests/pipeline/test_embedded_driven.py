@@ -16,6 +16,7 @@ import torch
 from wan_core.checkpoint import load_dit
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request, SparseOptions
+from wan_core.config.skipping import parse_setting
 from wan_core.execution.memory import planning
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB
@@ -28,7 +29,6 @@ from wan_core.pipeline import memory_planning
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.memory_planning import beside_plan
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.sparsity.run import SparseTiles
 from wan_lab.driving import follows
 from wan_lab.metrics import judge

@@ -14,8 +14,8 @@ from wan_core.config import (
     OptionError,
     SkipOptions,
 )
+from wan_core.config.skipping import parse_setting
 from wan_core.sampling.cache.curves import curve_path, find_curve, read_curve, write_curve
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.plan import make_plan
 

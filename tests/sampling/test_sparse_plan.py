@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.config.skipping import parse_setting
 from wan_core.pipeline.sources import RANDOM
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import (

@@ -11,6 +11,7 @@ from tests.denoised import denoise
 from tests.sparse_attention import whole_block_kernel
 from wan_core.checkpoint import load_dit
 from wan_core.config import LoadOptions, Request, SparseOptions
+from wan_core.config.skipping import parse_setting
 from wan_core.execution.optimize import compile_blocks, optimize, set_attention
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import PLAIN_PARTS
@@ -28,7 +29,6 @@ from wan_core.ops.kernels.formats import Quantized
 from wan_core.pipeline import pipeline
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.sampling.test_denoise import EXPERTS, TEXT, small_dit
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config.skipping import parse_setting
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.sampling.cache.residual import BOTH, residual_program
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Ready

@@ -15,8 +15,8 @@ from tools.testbed.folders import without_image
 from wan_core.checkpoint import load_dit
 from wan_core.cli import main as wancore
 from wan_core.config import LoadOptions, Request
+from wan_core.config.skipping import parse_setting
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.plan import Plan
 from wan_lab.run import FULL, Run, make, measure_quality
 from wan_lab.samples import Batch, choose_samples

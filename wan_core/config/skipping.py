@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from wan_core.config.checks import OptionError, check_choice
 from wan_core.config.sparse import SparseOptions
-from wan_core.config.table import Checked, option, parse_slashes
+from wan_core.config.table import Checked, option, parse_slashes, table
 
 MAGCACHE_NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 EXACT = "exact"
@@ -123,3 +124,25 @@ class SkipOptions:
             )
         if self.magcache is not None and self.taylorseer is not None:
             raise OptionError("magcache and taylorseer given; only one step cache can run: choose one of them")
+
+
+def parse_setting(text: str) -> SkipOptions | None:
+    """A setting in one word, as the command `quality` has it: parts joined by `+`. Raises OptionError.
+
+    The parts are `magcache:0.12/2/0.2`, `taylorseer:2/0.2` and `sparse:0.8125:ramp0`; `full` is
+    the run without any of them, `speed:balanced` a word of `speed`.
+    """
+    if text == "full":
+        return None
+    values: dict[str, Any] = {}
+    options = table(SkipOptions)
+    for part in text.split("+"):
+        name, _, value = part.partition(":")
+        if not value or name in values or name not in options:
+            raise OptionError(
+                f"setting {text!r} is not known, or repeats a part; write speed:balanced, magcache:0.12/2/0.2, "
+                "taylorseer:2/0.2, sparse:0.8125, or several joined by +"
+            )
+        read = options[name].reader
+        values[name] = value if read is None else read(value)
+    return SkipOptions(**values)
