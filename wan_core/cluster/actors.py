@@ -138,7 +138,7 @@ class NodeRanks(OnNode):
         return self.listening.getsockname()[:2]
 
     def start(self, options: Mapping[str, Any], meeting: Mapping[str, Any]) -> None:
-        """Start the ranks. options: of the run, as `bridge.BridgeOptions` has them, its id and its folder for inputs.
+        """Start the ranks. options: of the run, as `SupervisorOptions` has them, its id and its folder for inputs.
         meeting: host, port, node and nodes of `rendezvous.Meeting`."""
         from wan_core.workers.options import WorkerOptions
         from wan_core.workers.processes import WorkerProcesses

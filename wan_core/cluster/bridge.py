@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,9 @@ from wan_core.workers.supervisor import SupervisorOptions, end_with_parent, own_
 END_SECONDS = 6.0  # after one node's ranks ended: those of the others end by themselves, and say why
 
 
-@dataclass(frozen=True, kw_only=True)
-class BridgeOptions(SupervisorOptions):
-    """address: of the cluster. kind: of the devices, GPU or CPU."""
-
-    address: str
-    kind: str
-    heartbeat_timeout: float
-
-
 def main() -> int:
     stdin, report = own_pipes()
-    options = BridgeOptions(**json.loads(stdin.readline()))
+    options = SupervisorOptions(**json.loads(stdin.readline()))
     parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(stdin, parent), daemon=True).start()
     found = Bridge(options).run()
@@ -59,7 +50,7 @@ def main() -> int:
 class Bridge:
     """The ranks of one run, placed on nodes, as the program sees them."""
 
-    def __init__(self, options: BridgeOptions) -> None:
+    def __init__(self, options: SupervisorOptions) -> None:
         self.options = options
         self.wanted = Wanted(options.kind, len(options.devices))
         self.run_id = uuid.uuid4().hex

@@ -13,7 +13,6 @@ import sys
 from functools import partial
 from typing import Any
 
-from wan_core.cluster.bridge import BridgeOptions
 from wan_core.cluster.connect import Wanted, check_ray
 from wan_core.config import OptionError
 from wan_core.workers.launcher import Workers
@@ -27,7 +26,8 @@ def cluster_workers(address: str, gpus: str | None, **options: Any) -> Workers:
     """Workers on the nodes of a Ray cluster. options: of `WorkerOptions`, without devices. Raises OptionError."""
     wanted = Wanted.parse(gpus)
     ranks = WorkerOptions(devices=wanted.devices(_ranks(address, gpus)), here=False, **options)
-    return Workers(ranks, partial(_begin, address, wanted.kind))
+    begin = partial(WorkerProcesses, program="wan_core.cluster.bridge", address=address, kind=wanted.kind)
+    return Workers(ranks, begin)
 
 
 def _ranks(address: str, gpus: str | None) -> int:
@@ -53,14 +53,3 @@ def _ranks(address: str, gpus: str | None) -> int:
     if "refused" in found:
         raise OptionError(found["refused"])
     return found["ranks"]
-
-
-def _begin(address: str, kind: str, options: WorkerOptions) -> WorkerProcesses:
-    return WorkerProcesses(
-        options,
-        program="wan_core.cluster.bridge",
-        told=BridgeOptions,
-        address=address,
-        kind=kind,
-        heartbeat_timeout=options.heartbeat_timeout,
-    )

@@ -106,15 +106,10 @@ def penalties(texts: Sequence[TimedText], counts: Sequence[TokenCount], frames: 
 @torch.no_grad()
 def encode_media(run: Run, text: Conditioning) -> Conditioning:
     """`text` with what the family makes of the media of a run; of a long video, for its first clip."""
-    job = run.job
-    if not job.alone:
-        return condition(run, job.clips[0], clip_media(run, job.clips[0], load_media(run), None), text)
-    if not job.request.pictures:
+    clip = run.job.clips[0]
+    if run.job.alone and not run.job.request.pictures:
         return text
-    features, vae, clip = clip_features(run, job.clips[0], {}), run.vae(), job.clips[0]
-    with run.report.phase("encode image"):
-        media = first_frames(run) | keyframes(run, clip)
-        return replace(text, **run.family.clip_inputs(job.task, vae, features, media, clip))
+    return condition(run, clip, clip_media(run, clip, load_media(run), None), text)
 
 
 @torch.no_grad()

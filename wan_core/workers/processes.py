@@ -59,11 +59,10 @@ class WorkerProcesses:
         meeting: Meeting | None = None,
         *,
         program: str = "wan_core.workers.supervisor",
-        told: type[SupervisorOptions] = SupervisorOptions,
         **more: Any,
     ) -> None:
-        """meeting: of a run over several hosts. program: the module that starts the ranks and reports their end; told:
-        what it reads, with the fields `more`."""
+        """meeting: of a run over several hosts. program: the module that starts the ranks and reports their end. more:
+        fields of the `SupervisorOptions` that it reads."""
         self.key = new_key()
         self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.channel: Channel | None = None
@@ -76,13 +75,14 @@ class WorkerProcesses:
             undo.callback(self.listener.close)
             self.folder = str(own_folder("workers"))
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            sent = told(
+            sent = SupervisorOptions(
                 key=self.key.hex(),
                 port=self.listener.port,
                 devices=options.devices,
                 log_dir=self.folder,
                 start_timeout=options.start_timeout,
                 step_timeout=options.step_timeout,
+                heartbeat_timeout=options.heartbeat_timeout,
                 meeting=None if meeting is None else asdict(meeting),
                 **{"run_id": uuid.uuid4().hex, **more},
             )

@@ -28,7 +28,8 @@ LOG_CHARACTERS = 2000  # reported from the end of a rank's log
 class SupervisorOptions:
     """key, port: of the control channel, which rank 0 connects to, key as hex. meeting: the fields of
     `rendezvous.Meeting`, None for one host. interface: of the network, for the exchanges between hosts. inputs: a
-    folder that is deleted at the end."""
+    folder that is deleted at the end. address, kind: of a cluster, and of its devices, GPU or CPU, for
+    `wan_core.cluster.bridge`, which runs in this program's place."""
 
     key: str
     port: int
@@ -37,9 +38,12 @@ class SupervisorOptions:
     log_dir: str
     start_timeout: float
     step_timeout: float
+    heartbeat_timeout: float
     meeting: dict[str, Any] | None = None
     interface: str | None = None
     inputs: str | None = None
+    address: str = ""
+    kind: str = ""
 
     def control(self) -> str:
         """What the ranks need of it, as JSON."""
