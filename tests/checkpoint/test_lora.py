@@ -40,7 +40,6 @@ from wan_core.models.wan.families.plain import diffusers_modules
 from wan_core.ops.quant.linear import LowRank
 from wan_core.pipeline.loras import (
     check_packed,
-    expert_of,
     merging,
     read_loras,
 )
@@ -329,11 +328,20 @@ def test_a_file_of_the_second_expert_alone_is_its(tmp_path):
         read_loras([LoraOptions(path=str(tmp_path / "style.safetensors"), expert="high")], CONFIG, True)
 
 
-def test_an_option_counts_before_metadata_and_metadata_before_the_name():
+@pytest.mark.parametrize(
+    ("name", "metadata", "option", "expert"),
+    [
+        ("style_low", {}, "auto", "low"),
+        ("style_low", {"expert": "high"}, "auto", "high"),
+        ("style_high", {"expert": "high"}, "low", "low"),
+    ],
+)
+def test_an_option_counts_before_metadata_and_metadata_before_the_name(tmp_path, name, metadata, option, expert):
     """Names themselves are in tests/pipeline/test_expert_names.py."""
-    assert expert_of(LoraOptions(path="style_low.safetensors"), {}) == "low"
-    assert expert_of(LoraOptions(path="style_low.safetensors"), {"expert": "high"}) == "high"
-    assert expert_of(LoraOptions(path="style_high.safetensors", expert="low"), {"expert": "high"}) == "low"
+    path = tmp_path / f"{name}.safetensors"
+    write_safetensors(lora_of(["blocks.1.ffn.0"], 2), path, metadata)
+    by_expert = read_loras([LoraOptions(path=str(path), expert=option)], CONFIG, True)
+    assert [one for one, loras in by_expert.items() if loras] == [expert]
 
 
 # ------------------------------------------------------------------------------------------------------------ pipelines

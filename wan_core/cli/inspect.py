@@ -14,7 +14,7 @@ from wan_core.checkpoint.detect import KINDS, expected_shapes
 from wan_core.checkpoint.lora.names import OTHER_EXPERT, is_lora, told_experts
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.opened import Checkpoint
-from wan_core.config import LoadOptions, LoraOptions, OptionError, UserError
+from wan_core.config import LoadOptions, OptionError, UserError
 from wan_core.config.file_names import file_says
 from wan_core.config.model_files import TEXT_ENCODERS, TRANSFORMERS, models_root
 from wan_core.models.text.umt5 import TextConfig
@@ -22,7 +22,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
-from wan_core.pipeline.loras import expert_of
+from wan_core.pipeline.loras import expert_file
 from wan_core.pipeline.model_folders import files, models_in
 from wan_core.pipeline.sources import TINY, find_models
 
@@ -165,7 +165,7 @@ def _lora(checkpoint: Checkpoint) -> dict[str, Any]:
 def _from_metadata_and_name(metadata: Mapping[str, str], path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata, and the expert and distilled steps that it or the name gives where they are not `known`."""
     about: dict[str, Any] = {}
-    expert = expert_of(LoraOptions(path=str(path)), metadata)
+    expert = expert_file(path, metadata).expert
     if expert is not None:
         about["expert"] = f"{expert} (from its {'metadata' if metadata.get('expert') == expert else 'name'})"
     steps = file_says(path, metadata).steps

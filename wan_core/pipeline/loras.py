@@ -52,15 +52,8 @@ class Wanted:
         return f"LoRA {self.lora.where} ({how}, strength {self.strength:g}): {self.lora.words()}"
 
 
-def expert_of(options: LoraOptions, metadata: Mapping[str, str]) -> str | None:
-    """The expert that a LoRA is for; None: both. A user's word counts before metadata, and metadata before the name."""
-    if options.expert != "auto":
-        return options.expert
-    return expert_file(Path(options.path), metadata).expert
-
-
 def expert_file(path: Path, metadata: Mapping[str, str], tensors: Collection[str] = ()) -> ExpertFile:
-    """Which expert a LoRA's file is for, by its metadata, its own name, or the names of its tensors."""
+    """Which expert a LoRA's file is for, by its metadata, else the names of its tensors, else its own name."""
     if metadata.get("expert") in EXPERTS:
         return ExpertFile(path, metadata["expert"], "metadata")
     named = told_experts(tensors)
@@ -81,10 +74,8 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
         if not two_experts and options.expert == "low":
             raise OptionError(f"{path.name} is given for the low-noise expert, and this model has one transformer only")
         checkpoint = open_checkpoint(path)
-        meant = expert_of(options, checkpoint.metadata)
         file = expert_file(path, checkpoint.metadata, checkpoint.tensors)
-        if options.expert == "auto" and told_experts(checkpoint.tensors) == ("low",):
-            meant = "low"
+        meant = file.expert if options.expert == "auto" else options.expert
         for expert, wanted in by_expert.items():
             if two_experts and meant not in (None, expert):
                 continue
