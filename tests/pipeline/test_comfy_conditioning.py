@@ -23,7 +23,7 @@ from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts, sigma_at
+from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_reuse, sigma_at
 from wan_core.workers.wire import unpack
 
 LATENT = {"samples": torch.zeros(1, 16, 2, 4, 6)}
@@ -72,7 +72,7 @@ def test_ranges_that_follow_one_another_give_every_step_one_text(
     borders = [0.0, *sorted(cuts), 1.0]
     ranges = [TextRange(a + gap * (a > 0), b - gap * (b < 1)) for a, b in pairwise(borders)]
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver=solver)
-    assigned = check_texts(assign_ranges(plan, ranges, [WHOLE]))
+    assigned = check_reuse(assign_ranges(plan, ranges, [WHOLE]))
     numbers = [step.texts[0] for step in assigned.steps]
     assert numbers == sorted(numbers) and all(step.texts[1] == 0 for step in assigned.steps)
     for step, n in zip(plan.steps, numbers, strict=True):
@@ -105,7 +105,7 @@ def test_a_step_has_the_texts_that_comfyui_gives_it_whatever_the_sigmas_of_the_r
     def at(share: float) -> torch.Tensor:
         return torch.tensor(of_model * (1 - share) / (1 + (of_model - 1) * (1 - share)))
 
-    for step in check_texts(assign_ranges(plan, *ranges, of_model)).steps:
+    for step in check_reuse(assign_ranges(plan, *ranges, of_model)).steps:
         sigma, texts = torch.tensor(step.sigma), [one.texts for one in step.conditions]
         for branch, own in enumerate(ranges):
             active = [n for n, (start, end) in enumerate(own) if at(end) <= sigma <= at(start)]
@@ -132,22 +132,22 @@ def test_ranges_that_meet_on_a_step_are_averaged_there() -> None:
 def test_gaps_are_refused(ranges: list[tuple[float, float]], message: str) -> None:
     plan = plan_of(20)
     with pytest.raises(OptionError, match=message) as fault:
-        check_texts(assign_ranges(plan, [TextRange(*one) for one in ranges], [WHOLE]))
+        check_reuse(assign_ranges(plan, [TextRange(*one) for one in ranges], [WHOLE]))
     assert "positive" in str(fault.value) and "cover the run" in str(fault.value)
     with pytest.raises(OptionError, match="`negative`"):
-        check_texts(assign_ranges(plan, [WHOLE], [TextRange(*one) for one in ranges]))
+        check_reuse(assign_ranges(plan, [WHOLE], [TextRange(*one) for one in ranges]))
 
 
 def test_what_was_kept_of_one_text_is_not_used_for_another() -> None:
     plan = plan_of(20)
     skipping = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), None)
     with pytest.raises(OptionError, match="leave out step caching"):
-        check_texts(assign_ranges(skipping, [TextRange(0, 0.1), TextRange(0.1, 1)], [WHOLE]))
-    assert check_texts(assign_ranges(skipping, [WHOLE], [WHOLE])) == skipping
+        check_reuse(assign_ranges(skipping, [TextRange(0, 0.1), TextRange(0.1, 1)], [WHOLE]))
+    assert check_reuse(assign_ranges(skipping, [WHOLE], [WHOLE])) == skipping
 
 
 def test_texts_travel_to_workers_and_are_shown() -> None:
-    plan = check_texts(assign_ranges(plan_of(), [TextRange(0, 0.6), TextRange(0.4, 1)], [WHOLE]))
+    plan = check_reuse(assign_ranges(plan_of(), [TextRange(0, 0.6), TextRange(0.4, 1)], [WHOLE]))
     assert unpack(Plan, json.loads(json.dumps(asdict(plan)))) == plan
     assert "text 2, negative 1" in plan.table() and "mean of 2 conditions" in plan.table()
     assert '"texts": [1, 0]' in json.dumps(plan.as_dict())

@@ -21,7 +21,7 @@ from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Step, averaged
-from wan_core.sampling.texts import WHOLE, TextRange, TimedText, assign_ranges, check_texts, first_latent
+from wan_core.sampling.texts import WHOLE, TextRange, TimedText, assign_ranges, check_reuse, first_latent
 
 CONDITIONING: TypeAlias = "list[list[Any]]"
 """[[rows [1, S, text_dim], {...}], ...]"""
@@ -153,7 +153,7 @@ def plan_texts(
     if plan.unskipped is not None:
         more = sum(step.unskipped - step.conditions[0].unskipped for step in steps)
         plan = replace(plan, unskipped=plan.unskipped + more)
-    return check_texts(replace(plan, steps=steps)), cond, uncond
+    return check_reuse(replace(plan, steps=steps)), cond, uncond
 
 
 def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family) -> Texts:

@@ -16,7 +16,7 @@ from wan_core.config import ControlOptions, NagOptions, OptionError
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.plan import Plan, without_lost_sources
 from wan_core.sampling.steps import Step, averaged
-from wan_core.sampling.texts import TextRange, ranges_of
+from wan_core.sampling.texts import TextRange, check_reuse, ranges_of
 
 Scales = tuple[float, ...]
 
@@ -50,7 +50,7 @@ def with_control(plan: Plan, options: ControlOptions) -> Plan:
 
 def scale_by_text(plan: Plan, positive: Sequence[Scales], negative: Sequence[Scales]) -> Plan:
     """`plan` in which control videos count as the text of each step says. Raises OptionError where the two prompts of a
-    step say different things, and as `check_reuse`."""
+    step say different things."""
 
     def scaled(step: Step) -> Step:
         scales = {positive[step.texts[0]]} | ({negative[step.texts[1]]} if "uncond" in step.branches else set())
@@ -61,22 +61,7 @@ def scale_by_text(plan: Plan, positive: Sequence[Scales], negative: Sequence[Sca
             )
         return replace(step, control=scales.pop())
 
-    steps = (averaged([scaled(one) for one in step.conditions]) for step in plan.steps)
-    changed = replace(plan, steps=tuple(steps))
-    check_reuse(changed)
-    return changed
-
-
-def check_reuse(plan: Plan) -> None:
-    """Raise OptionError where forwards are skipped while the control changes: what is kept of one belongs to it."""
-    for phase in plan.phases:
-        changes = len({one.control for step in phase for one in step.conditions}) > 1
-        if changes and any(step.skipped for step in phase):
-            raise OptionError(
-                f"the strength of the control changes during the steps of the {phase[0].expert}-noise expert, and some "
-                "of them reuse what was computed with another: leave out step caching, or "
-                "use one strength for all steps"
-            )
+    return replace(plan, steps=tuple(averaged([scaled(one) for one in step.conditions]) for step in plan.steps))
 
 
 def with_passes(plan: Plan, own: bool = True) -> Plan:

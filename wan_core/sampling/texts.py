@@ -81,16 +81,21 @@ def assign_ranges(
     return replace(plan, steps=tuple(steps))
 
 
-def check_texts(plan: Plan) -> Plan:
-    """`plan` itself. Raises OptionError where forwards are skipped while a text changes: what is kept of a forward
-    belongs to its text."""
+def check_reuse(plan: Plan) -> Plan:
+    """`plan` itself. Raises OptionError where forwards are skipped while a text or the control's strength changes: what
+    is kept of a forward belongs to them."""
     for phase in plan.phases:
-        changes = len({one.texts for step in phase for one in step.conditions}) > 1
-        if changes and any(step.skipped for step in phase):
-            raise OptionError(
-                f"steps of the {phase[0].expert}-noise expert have several texts, and some of them reuse what was "
-                "computed for another text: leave out step caching, or use one text"
-            )
+        conditions = [one for step in phase for one in step.conditions]
+        seen = {
+            "text": {one.texts for one in conditions},
+            "strength of the control": {one.control for one in conditions},
+        }
+        for name, different in seen.items():
+            if len(different) > 1 and any(step.skipped for step in phase):
+                raise OptionError(
+                    f"the {name} changes during the steps of the {phase[0].expert}-noise expert, and some of them "
+                    f"reuse what was computed with another: leave out step caching, or use one {name} for all steps"
+                )
     return plan
 
 
