@@ -25,7 +25,6 @@ from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 
 from .native_beside import OVERRIDE, apart, ids_of, patches_of
 
-KEY = "wancore_accelerate"
 # Models that may have tokens beside those of the video, in places that are known: before them Fun's reference and
 # SCAIL's reference frames, which are in its `grid_sizes` too, all others behind.
 REFERENCE_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")

@@ -19,8 +19,9 @@ from torch import Tensor
 from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.steps import Step
 
+from .native import REFERENCE_FRAMES
+
 AGAIN, INSTEAD = "SkipLayerGuidanceDiT.", "SkipLayerGuidanceDiTSimple."  # ComfyUI's functions have names that begin so
-REFERENCES = ("SCAILWanModel", "SCAIL2WanModel")  # variants with all reference latents and poses among their tokens
 Seen = Callable[[Sequence[int]], list[int]]
 """The size of latents -> the part of them that a forward sees: all of it, or what is in a context window."""
 
@@ -110,7 +111,7 @@ def tokens_seen(transformer: Any, seen: Seen, size: Sequence[int], condition: Ma
             more += [one[:, :, :1] for one in references[-1:]]
     elif variant == "HumoWanModel":
         more = references[-1:]
-    elif variant in REFERENCES:
+    elif variant in REFERENCE_FRAMES:  # and poses
         more = [*references, condition.get("pose_video_latent")]
     more = [one for one in (*more, condition.get("time_dim_concat")) if one is not None]
     sizes = [seen(one) for one in (size, *(one.shape for one in more))]
