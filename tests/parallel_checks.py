@@ -187,8 +187,7 @@ def weights(mesh: str) -> tuple[list[str], dict[str, int]]:
         plain = open_checkpoint(path)
         with CountedCopies(counts):
             shared = shared_checkpoint(plain, ranks)
-            read = plain.read if shared.readers is None else shared.readers.read
-            tensors = {name: read(name) for name in plain.tensors}
+            tensors = {name: shared.whole(name) for name in plain.tensors}
         for name, info in plain.tensors.items():
             stored, counts["stored"] = plain.read(name), counts["stored"] + info.nbytes
             if stored.dtype != tensors[name].dtype or not torch.equal(stored, tensors[name]):

@@ -125,6 +125,11 @@ class Checkpoint:
             return self.read_packed(name).dequantize()
         return self.reader(name)
 
+    @property
+    def whole(self) -> Read:
+        """What gives a tensor that is not read ahead: `read`, or the readers."""
+        return self.read if self.readers is None else self.readers.read
+
     def read_packed(self, name: str, read: Read | None = None) -> Packed:
         """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file. read:
         gives the parts instead, in their order."""

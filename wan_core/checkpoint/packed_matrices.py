@@ -49,6 +49,8 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         if entry["format"] in PARTS:
             file.pack_described(module, entry)
     file.pack_scaled()
+    if not file.parts:
+        return replace(checkpoint, tensors=file.tensors)
     names, places = file.sources, checkpoint.places
     moved = {part: places[name] for part, name in names.items() if name in places}
     return replace(

@@ -90,10 +90,12 @@ def reading(
             yield feed.read
         return
 
+    whole = checkpoint.whole
+
     def read(name: str) -> Tensor:
         if how.on_bytes is not None:
             how.on_bytes(checkpoint.info(name).nbytes)
-        return _whole(checkpoint, name)
+        return whole(name)
 
     yield read
 
@@ -193,7 +195,7 @@ class Feed:
         wanted = self.under_way.get(name)
         if wanted is None:
             small = self.small.pop(name, None)
-            return (_whole(self.checkpoint, name) if small is None else small).to(self.device)
+            return (self.checkpoint.whole(name) if small is None else small).to(self.device)
         with self.changed:
             self.changed.wait_for(lambda: wanted.left == 0 or self.fault is not None)
             if (fault := self.fault) is not None:
@@ -333,11 +335,6 @@ class Feed:
         with self.changed:
             self.changed.wait_for(lambda: self.pieces or self.closed or self.fault or self.ended)
             return self.pieces.popleft() if self.pieces and not (self.closed or self.fault) else None
-
-
-def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor that is not read ahead."""
-    return checkpoint.read(name) if checkpoint.readers is None else checkpoint.readers.read(name)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
