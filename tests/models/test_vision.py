@@ -71,6 +71,18 @@ def test_matches_transformers(layout: str) -> None:
     assert (features - expected).abs().max() <= 1e-4
 
 
+@torch.no_grad()
+def test_scaled_fp8_is_multiplied_out() -> None:
+    state, scaled, image = names_of(huggingface()), dict[str, Tensor](), torch.rand(1, 3, 56, 56)
+    for name, value in [*state.items()]:
+        if name.endswith(("fc1.weight", "q_proj.weight")):
+            scale = value.abs().max() / 448
+            scaled[name], scaled[f"{name[:-6]}scale_weight"] = (value / scale).to(torch.float8_e4m3fn), scale
+            state[name] = scaled[name].float() * scale
+    assert len(scaled) == 4 * LAYERS
+    assert torch.equal(load_vision(state | scaled)(image), load_vision(state)(image))
+
+
 def test_what_is_no_clip_vision_encoder_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"clip_vision_h\.safetensors"):
         load_vision({"blocks.0.weight": torch.zeros(2)})
