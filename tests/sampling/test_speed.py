@@ -45,6 +45,15 @@ def test_each_word_costs_no_more_than_the_one_before(steps: int) -> None:
         assert any(note.startswith(f"speed {word}: ") for note in at(word, steps).notes)
 
 
+@pytest.mark.parametrize(("guidance", "warned"), [(3.5, False), (6.0, False), (7.0, True)])
+def test_guidance_that_forecasts_were_not_judged_at_is_named(guidance: float, warned: bool) -> None:
+    def says(word: str) -> bool:
+        notes = at(word, 20, guidance_high=guidance, guidance_low=3.0).notes
+        return any(note.startswith("guidance 7: forecasts") for note in notes)
+
+    assert (says("balanced"), says("careful"), says(EXACT)) == (warned, False, False)
+
+
 def test_forwards_of_each_word_are_those_that_were_judged_and_that_are_told() -> None:
     guided = {"guidance_high": 4.0, "guidance_low": 3.0}
     forwards = {steps: [at(word, steps, **guided).forwards for word in SPEEDS] for steps in (40, 30, 20, 12)}

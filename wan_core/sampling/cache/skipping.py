@@ -24,6 +24,7 @@ UNCACHED = {
     "heun": "which runs two forwards at almost one sigma",
     "lcm": "whose steps begin with new noise each",
 }
+HIGH_GUIDANCE = 6.0  # ComfyUI's templates of Wan have 3.5 to 6; at 7 forecasts were 20 dB further off (docs/quality.md)
 
 
 def skip_forwards(
@@ -132,6 +133,10 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options.magcache is not None:
         return replace(skip_magcache(plan, options.magcache, check_curve(curve, plan.name)), unskipped=full)
     assert options.taylorseer is not None
+    highest = max(step.guidance for step in plan.steps)
+    if highest > HIGH_GUIDANCE:
+        note = f"guidance {highest:g}: forecasts were judged at 3 to 4; at 7 they made another video: compare with none"
+        plan = replace(plan, notes=(*plan.notes, note))
     return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
 
 
