@@ -101,7 +101,7 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
     [
         ("WanCoreVAELoader", {"vae": HIGH, "precision": "auto"}, "a Wan VAE is expected here"),
         ("WanCoreTextEncoderLoader", {"text_encoder": HIGH, "precision": "checkpoint"}, "is expected here"),
-        ("WanCoreVisionLoader", {"clip_vision": HIGH}, "not a CLIP vision encoder"),
+        ("WanCoreVisionLoader", {"clip_vision": HIGH}, "a CLIP vision encoder is expected here"),
         ("WanCoreModelLoader", {"residency": "shard"}, "connect a WanCore Launcher"),
         ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),
         ("WanCoreAnimate", {**KNOWN, "overlap": 3}, "overlap 3 given"),

@@ -90,9 +90,10 @@ def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     )
     sample = clips.sample
 
-    def seeded(run: Any, *arguments: Any, clip: int, **named: Any) -> torch.Tensor:
+    def seeded(run: Any, *arguments: Any) -> torch.Tensor:
+        *first, clip, kept, reached = arguments
         job = replace(run.job, request=replace(run.job.request, seed=SEEDS[clip]))
-        return sample(replace(run, job=job), *arguments, **named)
+        return sample(replace(run, job=job), *first, 0, kept, reached)
 
     monkeypatch.setattr(clips, "sample", seeded)
     size = {"width": loop.SIDE, "height": loop.SIDE, "clip_frames": SIZE["frames"]}
