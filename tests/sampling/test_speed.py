@@ -49,7 +49,7 @@ def test_each_word_costs_no_more_than_the_one_before(steps: int) -> None:
 def test_guidance_that_forecasts_were_not_judged_at_is_named(guidance: float, warned: bool) -> None:
     def says(word: str) -> bool:
         notes = at(word, 20, guidance_high=guidance, guidance_low=3.0).notes
-        return any(note.startswith("guidance 7: forecasts") for note in notes)
+        return any(note.startswith("guidance 7: TaylorSeer") for note in notes)
 
     assert (says("balanced"), says("careful"), says(EXACT)) == (warned, False, False)
 

@@ -24,7 +24,7 @@ UNCACHED = {
     "heun": "which runs two forwards at almost one sigma",
     "lcm": "whose steps begin with new noise each",
 }
-HIGH_GUIDANCE = 6.0  # ComfyUI's templates of Wan have 3.5 to 6; at 7 forecasts were 20 dB further off (docs/quality.md)
+HIGH_GUIDANCE = 6.0  # ComfyUI's templates of Wan have 3.5 to 6; at 7 step caches failed (docs/quality.md)
 
 
 def skip_forwards(
@@ -130,13 +130,13 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
         note = f"{name} is off: {f'{distilled}; if it is not, change that' if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
+    highest = max(step.guidance for step in plan.steps)
+    if highest > HIGH_GUIDANCE:
+        note = f"guidance {highest:g}: {name} was judged at 3 to 4; at 7 it made another video: compare with none"
+        plan = replace(plan, notes=(*plan.notes, note))
     if options.magcache is not None:
         return replace(skip_magcache(plan, options.magcache, check_curve(curve, plan.name)), unskipped=full)
     assert options.taylorseer is not None
-    highest = max(step.guidance for step in plan.steps)
-    if highest > HIGH_GUIDANCE:
-        note = f"guidance {highest:g}: forecasts were judged at 3 to 4; at 7 they made another video: compare with none"
-        plan = replace(plan, notes=(*plan.notes, note))
     return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
 
 

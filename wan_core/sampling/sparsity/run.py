@@ -64,7 +64,7 @@ class SparseTiles:
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
         tokens = inputs.tokens
-        self.install(sparse=True)  # whoever makes room for a run puts the model's own attention back
+        self.install(sparse=True)  # until `in_tiles` ends, also where a run goes on after memory ran out
         tiles, rule = self.arranged(inputs)
         forward = SparseForward(
             kernel=self.kernel,
