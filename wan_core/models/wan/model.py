@@ -140,9 +140,15 @@ class WanModel(nn.Module):
     def embed_text(self, context: Tensor, image: Tensor | None) -> tuple[Tensor, ...]:
         """[B, S, text_dim] -> [B, text_len, C], what `CrossAttention.kv` takes. Zero-padded before the embedding, and
         the padding is attended to, as in the reference: the model was trained so. More rows are attended to as well, as
-        in ComfyUI."""
+        in ComfyUI. Raises ValueError for rows of another width: texts come here from several sockets."""
         assert image is None, "this model takes no CLIP features of an image"
-        weight, rows = self.patch_embedding.weight, context.shape[1]
+        rows, width = context.shape[1:]
+        if width != self.config.text_dim:
+            raise ValueError(
+                f"text conditioning of {rows} rows x {width} given; this model takes rows of {self.config.text_dim}. "
+                "Encode the prompt with the text encoder that belongs to it."
+            )
+        weight = self.patch_embedding.weight
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_rows(rows) - rows))
         return (self.text_embedding(context),)
 
