@@ -21,7 +21,7 @@ On a CPU everything is small (`comfy_small`): what runs there is the code, not t
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
 
-seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest; times: all of them
+seconds   from POST to the end of the last node, the median; spread: the slowest less the fastest; times: all of them
 nodes     of the run next to the median: seconds by loaders, text, image, samplers, decode, save
 peak_gib  the most device memory in use during the counted runs, by all processes
 error     relative difference of the latents of the first counted video from those of the row `error_to`, which has the
