@@ -47,8 +47,11 @@ def apart(options: Mapping[str, Any], hooks: Hashable) -> AbstractContextManager
     """Around a forward with `hooks` in its options: compiled code of other forwards is not used for it, nor its own for
     others. TorchCompileModel removes all guards on the options, so torch would use code that was compiled without the
     hooks, or with others. The torch function modes that are active belong to the guards that stay."""
-    compiled = COMPILE_KEY in options.get("wrappers", {}).get(WrappersMP.APPLY_MODEL, {})
-    return _mode(hooks)() if compiled else nullcontext()
+    return _mode(hooks)() if is_compiled(options) else nullcontext()
+
+
+def is_compiled(options: Mapping[str, Any]) -> bool:
+    return COMPILE_KEY in options.get("wrappers", {}).get(WrappersMP.APPLY_MODEL, {})
 
 
 @functools.cache

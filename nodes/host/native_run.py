@@ -36,7 +36,16 @@ from wan_core.sampling.sparsity.schedule import attention_share, with_costs
 from wan_core.sampling.steps import Branch
 
 from .native import compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
-from .native_beside import OVERRIDE, check_sparse, check_step_cache, pause, split_earlier, words_after
+from .native_beside import (
+    OVERRIDE,
+    check_sparse,
+    check_step_cache,
+    is_compiled,
+    pause,
+    split_earlier,
+    words_after,
+)
+from .native_blocks import run_fused
 from .native_cache import CachedRun
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import running
@@ -131,6 +140,9 @@ class Accelerated:
         if plan is not None and any(step.skipped for step in plan.steps):
             check_step_cache(hooks)
             cache = CachedRun(guider, plan, run.part, noise.shape, self._branches(guider, sampler))
+        if not is_compiled(hooks):  # a compiler fuses by itself
+            fuse = partial(run_fused, run)
+            add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, fuse, guider.model_options, is_model_options=True)
 
         def stepped(step: int, *arguments: Any) -> None:
             run.pass_step(step, wait)

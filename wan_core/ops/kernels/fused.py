@@ -1,4 +1,4 @@
-"""The fused operations of a transformer block: Triton on an NVIDIA GPU in bf16, plain torch everywhere else.
+"""The fused operations of a transformer block: Triton on an NVIDIA GPU in half precision, plain torch everywhere else.
 
 Legend: B batch, L tokens, C channels, H heads, D head dim, F modulation rows per sample.
 
@@ -101,7 +101,8 @@ def missing_triton() -> str | None:
 
 def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
     """Whether a kernel takes x [..., C] and writes `fmt`. Then `residual` and `residual_norm` overwrite x."""
-    if _Choice.kernels != "triton" or x.dtype != torch.bfloat16 or not x.is_cuda or not 32 <= x.shape[-1] <= MAX_ROW:
+    half = x.dtype in (torch.bfloat16, torch.float16)  # the latter in ComfyUI's own models
+    if _Choice.kernels != "triton" or not half or not x.is_cuda or not 32 <= x.shape[-1] <= MAX_ROW:
         return False
     if x.device not in _Choice.devices:
         prepare(x.device)
