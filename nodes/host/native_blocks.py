@@ -19,6 +19,7 @@ from comfy.model_management import cast_to
 from torch import Tensor, nn
 
 from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.fused import runs_kernel
 from wan_core.sampling.native.run import NativeRun
 
 MODELS = ("WanModel", "CameraWanModel")  # that compute nothing between their blocks and give them all in `ARGUMENTS`
@@ -42,7 +43,7 @@ def run_fused(
     """A wrapper of DIFFUSION_MODEL: a forward with fused blocks. It must be the innermost one, because every forward
     gets new patches, which a step cache would take for those of another node."""
     options, model = transformer_options or {}, executor.class_obj
-    if type(model).__name__ in MODELS and not run.plain:
+    if type(model).__name__ in MODELS and not run.plain and not torch.compiler.is_compiling():
         image_rows = None if clip_fea is None else clip_fea.shape[-2]
         options = FusedForward(run, image_rows).hooked(options, model.blocks)
     return executor(x, timestep, context, clip_fea, time_dim_concat, options, **kwargs)
@@ -97,10 +98,10 @@ def unchanged(module: Any, kind: type[nn.Module]) -> bool:
 
 def fits(args: Mapping[str, Any]) -> bool:
     """Whether kernels take the arguments of a block, and nothing is to be done within it."""
-    if args.keys() != ARGUMENTS or not args["transformer_options"].get("patches", {}).keys() <= OUTSIDE:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or args.keys() != ARGUMENTS:
         return False
     x, e, pe = args["img"], args["vec"], args["pe"]
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.ndim != 3 or not fused.runs_kernel(x):
+    if not runs_kernel(x) or not args["transformer_options"].get("patches", {}).keys() <= OUTSIDE:
         return False
     rows = e.shape[1] if e.ndim == 4 else 1
     shared = len(e) == len(x) and x.shape[1] % rows == 0 and (rows == 1 or x.shape[1] // rows >= 8)

@@ -91,7 +91,7 @@ def sample(
     import comfy.samplers
     import torch
 
-    how = {"sampler": "euler", "size": SIZE, "cfg": 3.0, "callback": None, **changed}
+    how = {"sampler": "euler", "size": SIZE, "cfg": 3.0, "callback": None, "noise_mask": None, **changed}
     positive, negative = world.conditions(extra or {})
     noise = world.rows(*how["size"], seed=9) if latent is None else torch.zeros_like(latent)
     start = torch.zeros_like(noise) if latent is None else latent
@@ -99,6 +99,7 @@ def sample(
         return comfy.sample.sample_custom(
             model, noise, how["cfg"], comfy.samplers.sampler_object(how["sampler"]), torch.tensor(sigmas),
             positive, negative, start, disable_pbar=True, seed=0, callback=how["callback"],
+            noise_mask=how["noise_mask"],
         )  # fmt: skip
 
 

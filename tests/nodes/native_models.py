@@ -31,6 +31,7 @@ def set_up(checkout: str) -> types.ModuleType:
 SMALL = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 32, "num_heads": 2, "num_layers": 3, "in_dim": 16}
 SIZE = (1, 16, 5, 8, 12)  # of latents
 DTYPE = "float32"  # that models compute in
+LAYERS, SAME = 3, 1e-5  # of a model; relative error of what is the same but for rounding
 
 
 def tiny(kind: str, seed: int = 0, **changed: Any) -> Any:
