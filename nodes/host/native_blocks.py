@@ -1,7 +1,7 @@
 """The blocks of ComfyUI's own Wan models with the engine's fused passes between their matrix products.
 
 ComfyUI computes norms, modulation, gates and rotation one by one, and each reads and writes all tokens. Here they are
-the passes of `wan_core.ops.kernels.fused`, in the place of a block by ComfyUI's hook `patches_replace`. All modules with
+the passes of `wan_core.ops.kernels.fused`, in the place of a block by ComfyUI's hook `patches_replace`. Modules with
 weights are called as ComfyUI calls them: it alone knows where weights are and what is patched into them.
 
 Legend: B batch, L tokens, C channels, H heads, D head dim, F rows of modulation (frames with their own timestep, or 1).

@@ -45,7 +45,6 @@ from .native_beside import (
     split_earlier,
     words_after,
 )
-from .native_blocks import run_fused
 from .native_cache import CachedRun
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import running
@@ -141,6 +140,8 @@ class Accelerated:
             check_step_cache(hooks)
             cache = CachedRun(guider, plan, run.part, noise.shape, self._branches(guider, sampler))
         if not is_compiled(hooks):  # a compiler fuses by itself
+            from .native_blocks import run_fused
+
             fuse = partial(run_fused, run)
             add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, fuse, guider.model_options, is_model_options=True)
 

@@ -1,5 +1,5 @@
-"""Run by ComfyUI's Python: fused blocks on tiny Wan models of ComfyUI's own classes. No kernel runs on a CPU: plain torch
-computes the passes, and writes over what kernels overwrite. `native_checks` runs its checks.
+"""Run by ComfyUI's Python: fused blocks on tiny Wan models of ComfyUI's own classes. No kernel runs on a CPU: plain
+torch computes the passes, and writes over what kernels overwrite. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import native_models as world
 from native_beside import repatched
 from native_cache_runs import EULER, every_second, sample
 from native_models import LAYERS, SAME, error, rows, tiny, variants
@@ -152,7 +151,10 @@ def check_weights(it: World) -> None:
     lora = {}
     for seed, name in enumerate(names):
         out, wide = state[name.removeprefix("diffusion_model.") + ".weight"].shape
-        lora |= {f"{name}.lora_A.weight": rows(4, wide, seed=seed), f"{name}.lora_B.weight": rows(out, 4, seed=seed + 9)}
+        lora |= {
+            f"{name}.lora_A.weight": rows(4, wide, seed=seed),
+            f"{name}.lora_B.weight": rows(out, 4, seed=seed + 9),
+        }
     for norm in ("self_attn.norm_q", "self_attn.norm_k", "norm3"):
         lora[f"diffusion_model.blocks.2.{norm}.diff"] = rows(48, seed=3)
     patched = comfy.sd.load_lora_for_models(model, None, lora, 0.5, 0)[0]

@@ -36,12 +36,14 @@ def runs(name: str) -> bool:
 
 
 @pytest.mark.parametrize("fmt", [None, "row", "block", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("batch", "frames", "each", "width"), [(1, 1, 1003, 5120), (2, 1, 77, 3072), (2, 3, 50, 384), (1, 1, 9, 13824)]
 )
-def test_fused_passes(fmt, batch, frames, each, width):
+def test_fused_passes(fmt, dtype, batch, frames, each, width):
     torch.manual_seed(0)
-    x, y = (torch.randn(batch, frames * each, width, device=CUDA).bfloat16() for _ in range(2))
+    x, y = (torch.randn(batch, frames * each, width, device=CUDA).to(dtype) for _ in range(2))
+    assert fused.runs_kernel(x)
     gate, mul, add = (torch.randn(batch, frames, width, device=CUDA) for _ in range(3))
     allowed = 0.003 if fmt is None else 0.04
     assert relative(fused.norm(x, mul, add, 1e-6, fmt), reference.scaled_norm(x, mul, add, 1e-6)) < allowed
@@ -58,11 +60,12 @@ def test_fused_passes(fmt, batch, frames, each, width):
         assert relative(quantized, expected.dequantize()) < 0.01  # a rounding here and there falls the other way
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "heads"), [(5120, 40), (3072, 24), (128, 2), (96, 3)])
-def test_head_norms(width, heads):
+def test_head_norms(dtype, width, heads):
     torch.manual_seed(0)
     D = width // heads
-    x, weight = torch.randn(2, 60, width, device=CUDA).bfloat16(), torch.randn(width, device=CUDA).bfloat16()
+    x, weight = torch.randn(2, 60, width, device=CUDA).to(dtype), torch.randn(width, device=CUDA).to(dtype)
     table = rope_table((3, 4, 5), (D - 4 * (D // 6), 2 * (D // 6), 2 * (D // 6)), CUDA)
     exact = reference.rms_norm(x.double(), weight, 1e-6).unflatten(-1, (heads, -1)).float()
     assert relative(fused.head_norm(x.clone(), weight, heads, 1e-6), exact) < 0.003

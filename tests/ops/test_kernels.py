@@ -129,7 +129,7 @@ from wan_core.ops.kernels import reference, triton_ops
 from wan_core.ops.kernels.formats import quantize_reference
 from wan_core.models.wan.layers import rope_table
 
-def draw(*shape): return torch.randn(shape).bfloat16()
+def draw(*shape): return torch.randn(shape).to(dtype)
 def close(found, expected, allowed):
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
     assert error < allowed, error
@@ -137,7 +137,8 @@ def plain(x): return x if isinstance(x, torch.Tensor) else x.dequantize()
 
 torch.manual_seed(0)
 EXACT, ROUGH = 0.01, 0.12  # the interpreter cuts digits off where the hardware rounds
-for B, frames, each, C, H in ((1, 1, 10, 256, 2), (2, 1, 8, 384, 3), (2, 3, 5, 192, 3), (1, 2, 9, 96, 3)):
+for B, frames, each, C, H, dtype in ((1, 1, 10, 256, 2, torch.bfloat16), (2, 1, 8, 384, 3, torch.float16),
+                                     (2, 3, 5, 192, 3, torch.bfloat16), (1, 2, 9, 96, 3, torch.bfloat16)):
     L = frames * each
     x, y = draw(B, L, C), draw(B, L, C)
     gate, mul, add = (torch.randn(B, frames, C) for _ in range(3))

@@ -3,8 +3,8 @@
 `torch.compile` treats each op as one opaque call. If an argument is not used again, its memory holds the result: at
 720p every tensor of the size of the tokens is 0.72 GiB.
 
-Legend: B batch, S tokens rounded up to whole blocks, C channels, H heads, D head dim. Tensors are bf16 and contiguous
-unless stated otherwise.
+Legend: B batch, S tokens rounded up to whole blocks, C channels, H heads, D head dim. Tensors are bf16 or float16 and
+contiguous unless stated otherwise.
 """
 
 from __future__ import annotations

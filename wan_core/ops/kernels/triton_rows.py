@@ -1,4 +1,4 @@
-"""Triton kernels of the fused operations: each works on whole rows of bf16 tensors. `triton_ops` launches them.
+"""Triton kernels of the fused operations: each works on whole rows of half precision. `triton_ops` launches them.
 
 Legend: rows are tokens of all samples, C channels, H heads, D head dim. A program handles `ROWS` consecutive rows and
 keeps what they share (modulation, weights) in registers.
