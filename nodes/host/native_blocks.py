@@ -22,7 +22,7 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.fused import runs_kernel
 from wan_core.sampling.native.run import NativeRun
 
-MODELS = ("WanModel", "CameraWanModel")  # that compute nothing between their blocks and give them all in `ARGUMENTS`
+MODELS = ("WanModel", "CameraWanModel")  # all that their blocks get beside the image's rows is in `ARGUMENTS`
 ARGUMENTS = {"img", "txt", "vec", "pe", "transformer_options"}
 OUTSIDE = {"double_block"}  # patches that run between blocks. All others, and those to come, may be read by a block
 Run = Callable[[dict[str, Any]], dict[str, Any]]
@@ -110,7 +110,7 @@ def fits(args: Mapping[str, Any]) -> bool:
 
 def fused_block(block: Any, args: Mapping[str, Any], rope: Tensor, image_rows: int | None) -> Tensor:
     """What `WanAttentionBlock.forward` returns, [B, L, C]. rope: float32 [L, 1, D/2, 2], cosines and sines."""
-    x, e, options = args["img"], args["vec"], args["transformer_options"]
+    x, e, options = args["img"].contiguous(), args["vec"], args["transformer_options"]
     e = e[:, None] if e.ndim == 3 else e  # [B, F, 6, C]
     e = cast_to(block.modulation, dtype=torch.float32, device=x.device) + e.float()
     shift, scale, gate, shift_f, scale_f, gate_f = e.unbind(2)
@@ -118,6 +118,7 @@ def fused_block(block: Any, args: Mapping[str, Any], rope: Tensor, image_rows: i
     # Not in the memory of x: another node may keep what came in.
     x, y = (t.unflatten(1, (gate.shape[1], -1)) for t in (x, y))  # [B, F, L / F, C]
     x = torch.addcmul(x, y, gate[:, :, None].to(x.dtype)).flatten(1, 2)
+    del y
     y = block.cross_attn(block.norm3(x), args["txt"], context_img_len=image_rows, transformer_options=options)
     x, y = fused.residual_norm(x, y, None, 1 + scale_f, shift_f, block.norm2.eps)
     return fused.residual(x, block.ffn(y), gate_f)

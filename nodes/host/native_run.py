@@ -36,15 +36,7 @@ from wan_core.sampling.sparsity.schedule import attention_share, with_costs
 from wan_core.sampling.steps import Branch
 
 from .native import compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
-from .native_beside import (
-    OVERRIDE,
-    check_sparse,
-    check_step_cache,
-    is_compiled,
-    pause,
-    split_earlier,
-    words_after,
-)
+from .native_beside import OVERRIDE, check_sparse, check_step_cache, is_compiled, pause, split_earlier, words_after
 from .native_cache import CachedRun
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import running
