@@ -8,10 +8,10 @@ import importlib
 from typing import Any
 
 import native_models as world
-from native_models import SIZE, error, rows, sample, tiny, variants
+from native_models import LAYERS, SAME, SIZE, error, rows, sample, tiny, variants
 
 CROSS = "cross-attention calls"
-STEPS, LAYERS, SAME = 3, 3, 1e-5
+STEPS = 3
 # Calls of self-attention in a forward, where there is more than one in a block: VACE has two hints, Animate-2 a pose
 # branch and a call for each of five frames.
 CALLS = {"vace": 3 * LAYERS, "animate": 5, "animate2": 6 * LAYERS}
