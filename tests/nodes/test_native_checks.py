@@ -28,3 +28,8 @@ def faults(module: str) -> dict[str, str]:
 @pytest.mark.parametrize(("module", "check"), CHECKS)
 def test_native(module: str, check: str) -> None:
     assert not faults(module)[check], faults(module)[check]
+
+
+@pytest.mark.gpu
+def test_native_blocks_by_kernels() -> None:
+    assert not any(faults("native_blocks_gpu").values()), faults("native_blocks_gpu")
