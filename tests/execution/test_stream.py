@@ -68,8 +68,8 @@ def test_a_skipped_step_moves_nothing():
     skipping = leave_out(plan, options, find_curve(None, "t2v-A14B"))
     residency, plain = streaming(None, 0), experts()
     stage, loads, seen = next(iter(residency.stages.values())), [], []
-    load = stage._load
-    stage._load = lambda *a, **k: (loads.append(a), load(*a, **k))[1]
+    copy = stage._copy
+    stage._copy = lambda *a, **k: (loads.append(a), copy(*a, **k))[1]
 
     def on_step(progress):
         seen.append((progress.forwards, len(loads)))

@@ -91,8 +91,8 @@ class Counting(BlockWeights):
     def enter(self, block: int, *, text: bool = False) -> None:
         self.told.append((block, text))
 
-    def leave(self, block: int) -> None:
-        self.told.append(f"/{block}")
+    def leave(self, block: int, *, last: bool = False) -> None:
+        self.told.append(f"/{block}" + ", its last" * last)
 
 
 @torch.no_grad()
@@ -105,6 +105,9 @@ def test_the_loop_tells_the_weights_which_block_is_next() -> None:
     weights.told.clear()
     model(NOISE, torch.tensor([900.0]), text)
     assert weights.told == [(0, False), "/0", (1, False), "/1"]
+    weights.told.clear()
+    model(NOISE, torch.tensor([900.0]), text, ForwardInfo(last=True))
+    assert weights.told == [(0, False), "/0, its last", (1, False), "/1, its last"]
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ class BlockWeights:
     def enter(self, block: int, *, text: bool = False) -> None:
         """The weights of `block` are needed next, or only those that a prompt needs."""
 
-    def leave(self, block: int) -> None:
-        """The work of `block` has been launched."""
+    def leave(self, block: int, *, last: bool = False) -> None:
+        """The work of `block` has been launched. last: another expert's runs come next."""
 
 
 RESIDENT = BlockWeights()

@@ -81,6 +81,10 @@ class Guided:
         self.batched = branching.batched and branching.run is None
         assert not (self.batched and self.conditioning.separate), "`choose_batched` knows"
         self.batch = batch
+        run = [step for step in phase if len(step.skipped) < len(step.branches)]
+        following = plan.steps[phase[-1].index + 1 :][:1]
+        changes = any(step.expert != phase[-1].expert for step in following) and run and not run[-1].also
+        self.last = run[-1].index if changes else None  # the step whose last forward is the expert's
         both = any("uncond" in step.branches or step.nag for step in phase)
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
         device, nag = next(iter(model.parameters())).device, plan.nag
@@ -177,8 +181,11 @@ class Guided:
         prompts = self.prompts
         assert prompts is not None
 
+        running = [branch for branch in step.branches if branch not in skipped]
+
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, step.control)
+            last = step.index == self.last and branches[-1] in running[-1:]
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, step.control, last)
 
         def forward(branch: Branch) -> Tensor:
             return self.model(inputs, time, prompts.of(branch, step.nag), info((branch,), branch in skipped))

@@ -1,14 +1,17 @@
 """Weights that stay in their file, read while the device computes.
 
-Threads read pieces into pinned buffers, in the order in which they were asked for, and queue their copies to the device
-on streams of their own. `read` returns at once; who needs the weights waits for the `Arrival`: on the host until all
-copies are queued, then on the device until they have ended. On a CPU pieces are read straight to their place.
+Threads read pieces into pinned buffers, the most urgent first, and queue their copies to the device on streams of their
+own. `read` returns at once; who needs the weights waits for the `Arrival`: on the host until all copies are queued,
+then on the device until they have ended.
 
-Read that way a cold file comes at the rate of its disk, where copies out of a mapped file wait for single pages.
+Read that way a cold file comes at the rate of its disk, where copies out of a mapped file wait for single pages. A file
+that is read again and again and is larger than the memory for cached files is never found there: its pages would only
+drive out those of other files. It is read past that cache, where the file system can do that.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
@@ -16,17 +19,27 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
+from heapq import heapify
+from itertools import count
 from pathlib import Path
+from queue import PriorityQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from wan_core.config.host_memory import available_bytes
+from wan_core.execution.memory.pinned_memory import PinnedMemory
+
+log = logging.getLogger(__name__)
 THREADS = 4
 PIECE = 8 << 20
 BUFFERS = 2  # of a thread: one is filled while the other is copied
+SECTOR = 4096  # bytes: reads past the cache begin at multiples of it, in the file and in memory
+DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Stretch(NamedTuple):
@@ -37,9 +50,22 @@ class Stretch(NamedTuple):
     start: int
     nbytes: int
 
-    def read(self, flat: Tensor) -> None:
-        """Read it to its place in a unit in host memory, uint8. Raises OSError."""
-        _read_into(self.path, self.at, flat[self.start : self.start + self.nbytes])
+
+class Urgency(NamedTuple):
+    """How urgent a read is. of_next: the expert in use does not need it, the next one does. for_blocks: the blocks need
+    it, not what a prompt prepares. unit: its number."""
+
+    of_next: bool = False
+    for_blocks: bool = False
+    unit: int = 0
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """The least comes first. Memory for the next expert becomes free block by block: a thread would wait for it."""
+        return (1, self.unit, self.for_blocks) if self.of_next else (0, self.for_blocks, self.unit)
+
+
+URGENT = Urgency()
 
 
 class Arrival:
@@ -65,63 +91,128 @@ class FileReader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.threads = ThreadPoolExecutor(THREADS, "weights")
+        self.waiting: PriorityQueue[tuple[Any, ...]] = PriorityQueue()
+        self.numbers = count()
         self.buffers = threading.local()
+        self.bytes = 0  # that were asked for
 
-    def read(self, stretches: Sequence[Stretch], flat: Tensor, ready: Any) -> Arrival:
+    def read(self, stretches: Sequence[Stretch], flat: Tensor, ready: Any, urgency: Urgency = URGENT) -> Arrival:
         """Read them into `flat`, uint8, after the event `ready` (None: at once)."""
-        cut = [
-            Stretch(path, at + done, start + done, min(PIECE, nbytes - done))
-            for path, at, start, nbytes in stretches
-            for done in range(0, nbytes, PIECE)
-        ]
-        given = self.device, self.buffers  # not this object: it ends with its last reference, and the threads with it
-        return Arrival([self.threads.submit(_read_piece, *given, piece, flat, ready) for piece in cut])
+        pieces: list[Future[Any]] = []
+        for piece in pieces_of(stretches):
+            future: Future[Any] = Future()
+            self.waiting.put((urgency.place, next(self.numbers), urgency, piece, flat, ready, future))
+            self.bytes += sum(stretch.nbytes for stretch in piece)
+            # Not this object: it ends with its last reference, and the threads with it.
+            self.threads.submit(_read_next, self.device, self.waiting, self.buffers)
+            pieces.append(future)
+        return Arrival(pieces)
+
+    def next_is_used(self) -> None:
+        """The next expert is the one in use from now on."""
+        with self.waiting.mutex:
+            for index, (_, number, urgency, *what) in enumerate(self.waiting.queue):
+                urgency = urgency._replace(of_next=False)
+                self.waiting.queue[index] = urgency.place, number, urgency, *what
+            heapify(self.waiting.queue)
 
 
-def _read_piece(device: torch.device, local: threading.local, piece: Stretch, flat: Tensor, ready: Any) -> Any:
-    """In a thread: read a piece, and queue its copy. Returns the event after the copy."""
-    if device.type != "cuda":
-        return piece.read(flat)
-    if not hasattr(local, "buffers"):
-        local.buffers = _Buffers(device)
-    return local.buffers.read(piece, flat, ready)
+def pieces_of(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
+    """Stretches that are read together: neighbours in their file, at most `PIECE` bytes from a `SECTOR` on."""
+    pieces: list[list[Stretch]] = []
+    before, end, limit = "", 0, 0
+    for path, at, start, nbytes in sorted(stretches):
+        while nbytes:
+            if path != before or at >= min(limit, end + SECTOR):
+                pieces.append([])
+                limit = at // SECTOR * SECTOR + PIECE
+            part = min(nbytes, limit - at)
+            pieces[-1].append(Stretch(path, at, start, part))
+            at, start, nbytes = at + part, start + part, nbytes - part
+            before, end = path, at
+    return pieces
 
 
-class _Buffers:
-    """Pinned memory of a thread, with the events after which it is free, and the stream of the copies."""
+def read_now(stretches: Sequence[Stretch], flat: Tensor) -> None:
+    """Read them to their places in host memory. Raises OSError."""
+    buffers = Buffers(flat.device)
+    for piece in pieces_of(stretches):
+        buffers.read(piece, flat, None)
+
+
+def _read_next(device: torch.device, waiting: PriorityQueue[tuple[Any, ...]], local: threading.local) -> None:
+    """In a thread: read the most urgent piece, and queue its copy. Its result is the event after the copy."""
+    *_, piece, flat, ready, future = waiting.get()
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        if not hasattr(local, "buffers"):
+            local.buffers = Buffers(device)
+        future.set_result(local.buffers.read(piece, flat, ready))
+    except BaseException as fault:  # noqa: BLE001  (whoever waits gets it)
+        future.set_exception(fault)
+
+
+class Buffers:
+    """Memory of a thread, with the events after which it is free, and the stream of the copies."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.index is not None:
-            torch.cuda.set_device(device)  # a new thread's is the first GPU, whose memory pinning would take
-        self.stream = torch.cuda.Stream(device)
-        self.memory = torch.empty(BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True).split(PIECE)
+        self.stream: torch.cuda.Stream | None = None
         self.copied: list[Any] = [None] * BUFFERS
+        pages = PinnedMemory(BUFFERS * PIECE)
+        if device.type == "cuda":
+            if device.index is not None:
+                torch.cuda.set_device(device)  # a new thread's is the first GPU, whose memory pinning would take
+            self.stream = torch.cuda.Stream(device)
+            pages.lock()
+        self.pages, self.memory = pages, pages.bytes.split(PIECE)
         self.turn = 0
+        self.past_cache: dict[str, bool] = {}
 
-    def read(self, piece: Stretch, flat: Tensor, ready: Any) -> Any:
+    def __del__(self) -> None:
+        for event in filter(None, self.copied):
+            event.synchronize()
+
+    def read(self, piece: list[Stretch], flat: Tensor, ready: Any) -> Any:
+        """Read a piece and queue its copies to `flat`, after the event `ready`. Returns the event after them."""
+        path, begin = piece[0].path, piece[0].at // SECTOR * SECTOR
+        if path not in self.past_cache:
+            available = available_bytes()  # of which files that take turns, as those of two experts, have a share
+            self.past_cache[path] = available is not None and available < 2 * os.stat(path).st_size
         turn, self.turn = self.turn, (self.turn + 1) % BUFFERS
         if self.copied[turn] is not None:
             self.copied[turn].synchronize()
-        buffer = self.memory[turn][: piece.nbytes]
-        _read_into(piece.path, piece.at, buffer)
-        with torch.cuda.stream(self.stream):
-            if ready is not None:
-                self.stream.wait_event(ready)
-            flat[piece.start : piece.start + piece.nbytes].copy_(buffer, non_blocking=True)
-            event = self.copied[turn] = torch.cuda.Event()
-            event.record(self.stream)
-        return event
+        buffer, end = self.memory[turn], piece[-1].at + piece[-1].nbytes
+        sectors = buffer[: -(-(end - begin) // SECTOR) * SECTOR]
+        try:
+            _read_into(path, begin, end - begin, sectors, DIRECT if self.past_cache[path] else 0)
+        except OSError as fault:  # it comes again, or the file system reads through the cache alone
+            log.info("%s is read through the cache for files (%s)", path, fault)
+            self.past_cache[path] = False
+            _read_into(path, begin, end - begin, sectors, 0)
+        stream = self.stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if stream is not None and ready is not None:
+                stream.wait_event(ready)
+            for _, at, start, nbytes in piece:
+                flat[start : start + nbytes].copy_(buffer[at - begin : at - begin + nbytes], non_blocking=True)
+            if stream is not None:
+                self.copied[turn] = stream.record_event()
+        return self.copied[turn]
 
 
-def _read_into(path: str, at: int, target: Tensor) -> None:
-    content = target.numpy().data
-    with open(path, "rb", buffering=0) as file:
-        file.seek(at)
-        while content:
-            done = file.readinto(content)
-            if not done:
-                raise OSError(f"the file ends at byte {file.tell()}, and {len(content)} more are needed")
-            content = content[done:]
+def _read_into(path: str, at: int, nbytes: int, memory: Tensor, flags: int) -> None:
+    """Read `nbytes` from `at` on into `memory`, and what is behind them as far as it is longer."""
+    content, done = memory.numpy().data, 0
+    file = os.open(path, os.O_RDONLY | flags)
+    try:
+        while done < nbytes:
+            got = os.preadv(file, [content[done:]], at + done)
+            if not got:
+                raise OSError(f"the file ends at byte {at + done}, and {nbytes - done} more are needed")
+            done += got
+    finally:
+        os.close(file)
 
 
 MAPS, PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")

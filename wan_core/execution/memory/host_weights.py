@@ -10,28 +10,23 @@ layout.
 
 from __future__ import annotations
 
-import logging
-import mmap
 import re
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wan_core.execution.memory.file_reader import MappedFiles, Stretch, changed_pages
+from wan_core.execution.memory.file_reader import MappedFiles, Stretch, changed_pages, read_now
+from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached
 
-log = logging.getLogger(__name__)
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8
-HUGE = 2 << 20  # bytes of a large page, which is pinned and read faster, where the system has them
 # What a prompt's keys and values need of a block. It stands first in the block's unit, and can be copied by itself.
 _TEXT = re.compile(r"(vace_)?blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
 
@@ -85,19 +80,20 @@ class Unit:
             self.memory = PinnedMemory(self.layout.nbytes)
         with torch.inference_mode(False), torch.no_grad():
             for tensor, place in zip(self.tensors, self.layout.places, strict=True):
-                stretch = files.find(tensor) if _is_dense(tensor) else None
+                found = files.find(tensor) if _is_dense(tensor) else None
+                if found is not None:
+                    self.stretches.append(Stretch(*found, place.offset, place.nbytes))
                 if self.memory is not None:
                     own = place.view(self.memory.bytes)
-                    if stretch is None:
+                    if found is None:
                         own.copy_(tensor)
-                    else:  # sooner than page by page
-                        Stretch(*stretch, place.offset, place.nbytes).read(self.memory.bytes)
                     tensor.data = own
                 elif tensor.device.type != "cpu":
                     tensor.data = tensor.data.cpu()
-                elif stretch is not None:
-                    self.stretches.append(Stretch(*stretch, place.offset, place.nbytes))
                 self.home.append(tensor.data)
+        if self.memory is not None:
+            read_now(self.stretches, self.memory.bytes)  # sooner than page by page
+            self.stretches.clear()
         if lock and self.memory is not None:
             self.memory.lock()
 
@@ -177,12 +173,14 @@ class HostWeights:
             list(pool.map(take, self.units))
 
     def _choose(self, pinned: int, first: Sequence[int]) -> set[Unit]:
-        """Units of `pinned` bytes in all: what is outside blocks, `first`, then the other blocks evenly apart."""
-        count = len(self.units)
-        others = [block for block in range(count - 1) if block not in first]
-        every = sorted(others, key=lambda block: (others.index(block) * 0.618034) % 1)
-        chosen: set[Unit] = set()
-        for unit in (self.units[0], *(self.units[1 + block] for block in (*first, *every))):
+        """Units of `pinned` bytes in all: `first`, what is outside blocks, then the other blocks; evenly apart."""
+        others = [block for block in range(len(self.units) - 1) if block not in first]
+        first, others = (
+            sorted(blocks, key=lambda block, blocks=blocks: (blocks.index(block) * 0.618034) % 1)
+            for blocks in (first, others)
+        )
+        blocks, chosen = self.units[1:], set[Unit]()
+        for unit in (*(blocks[i] for i in first), self.units[0], *(blocks[i] for i in others)):
             if unit.layout.nbytes <= pinned:
                 chosen.add(unit)
                 pinned -= unit.layout.nbytes
@@ -217,43 +215,3 @@ def block_prefixes(model: WanModel | TextEncoder) -> list[tuple[str, ...]]:
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, those of attached LoRAs included."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()
-
-
-class PinnedMemory:
-    """`bytes`: uint8 [nbytes] in host memory, pinned by `lock`. Views stay valid after this object is gone, but are not
-    pinned any more.
-
-    torch's own pinned memory comes in powers of two, which would cost a model of 14.3 GB another 2 GB. Here pages are
-    mapped, filled by threads, and only then pinned: pinning pages that exist is much faster than pinning new ones."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.locked = False
-        if sys.platform == "linux" and nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            pages = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
-            if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-                try:
-                    pages.madvise(mmap.MADV_HUGEPAGE)
-                except OSError:  # a kernel without them
-                    log.info("no huge pages here")
-            self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        else:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
-
-    def lock(self) -> bool:
-        """Pin it for all GPUs; False where the system refuses: then copies to the device wait for the host."""
-        if not self.locked and len(self.bytes):
-            fault = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 1))  # 1: for all GPUs
-            self.locked = fault == 0
-            if fault:
-                log.warning("%d bytes of host memory could not be pinned (CUDA error %d)", len(self.bytes), fault)
-        return self.locked
-
-    def __del__(self) -> None:
-        if getattr(self, "locked", False) and torch is not None and torch.cuda.is_initialized():
-            _cuda().cudaHostUnregister(self.bytes.data_ptr())
-            self.locked = False

@@ -101,7 +101,8 @@ class Residency:
                 model.runners.weights = stage
             elif isinstance(model, TextEncoder):
                 model.encoder.weights = stage
-            stage.use(weights)
+            experts = [one for one in self.host_weights.values() if one.layout == weights.layout]
+            stage.use(weights, next((one for one in experts if one is not weights), None))
         return model
 
     def release(self, name: str) -> None:

@@ -110,7 +110,7 @@ class WanModel(nn.Module):
         for layer in self.layers:
             weights.enter(layer)
             tokens = self.run_block(layer, tokens, inputs)
-            weights.leave(layer)
+            weights.leave(layer, last=inputs.info.last)
             if after_block is not None:
                 after_block()
         return tokens

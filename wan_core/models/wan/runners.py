@@ -45,6 +45,7 @@ class ForwardInfo:
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
+    last: another expert's forwards come next.
     """
 
     step: int = 0
@@ -53,6 +54,7 @@ class ForwardInfo:
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
     control: tuple[float, ...] | None = None
+    last: bool = False
 
 
 SINGLE_FORWARD = ForwardInfo()
