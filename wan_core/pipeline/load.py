@@ -248,17 +248,18 @@ def place_weights(settings: ModelSettings, report: Report, plan: Plan | None, ra
     layers = None if ranks is None or ranks.layers.size == 1 else stage_layers(num_layers, ranks)
     plans = plans_memory(settings)
     memory = memory_plan_of(settings, plan, layers) if plans and options.residency != "shard" else None
+    waits = HostPlan()
+    if memory is not None and memory.policy != "resident" and ranks is None:
+        prepared = None if plan is None else memory.form
+        waits = plan_host(settings.parts, host_room(options.host_memory_limit), prepared)
+        mapped = {n: staying_in_file(settings.parts[n], settings.loras.get(n, ())) for n in waits.mapped}
+        settings = replace(settings, parts={**settings.parts, **mapped})
+        if mapped:  # attached LoRAs take memory of the device
+            memory = memory_plan_of(settings, plan, layers)
     why_not = why_not_sharded(settings, ranks)
     residency, sharded = choose_residency(options, report, memory, num_layers, ranks, why_not)
     if layers is not None:
         check_parts(settings, residency, sharded)
-    waits = HostPlan()
-    if plans and ranks is None:
-        waiting = settings.parts if residency.policy != "resident" else {}
-        prepared = None if plan is None else residency.form
-        waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
-        mapped = {n: staying_in_file(settings.parts[n], settings.loras.get(n, ())) for n in waits.mapped}
-        settings = replace(settings, parts={**settings.parts, **mapped})
     return Models(settings, residency, plans, waits, sharded, layers, ranks)
 
 

@@ -27,6 +27,7 @@ from wan_core.ops.quant.linear import is_attached
 
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8
+GOLDEN = (5**0.5 - 1) / 2
 # What a prompt's keys and values need of a block. It stands first in the block's unit, and can be copied by itself.
 _TEXT = re.compile(r"(vace_)?blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
 
@@ -122,6 +123,13 @@ class Unit:
         self.at = flat
 
 
+def streaming_order(blocks: int) -> list[int]:
+    """Blocks in the order in which they stream: where fewer stay on the device, others stream beside the same ones, so
+    that what is pinned for them is right for every size of video. Any number of them lies about evenly apart: each
+    copy has time."""
+    return sorted(range(blocks), key=lambda block: block * GOLDEN % 1)
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the values fill a piece of memory without holes, in any order of dimensions."""
     expected = 1
@@ -139,7 +147,7 @@ class HostWeights:
 
     lock: pin the memory, so that a GPU reads it at full speed, from the context of `device` (None: the current one).
     copy: False leaves the weights where they are (a mapped file), where there is not enough memory to pin: all but
-    `pinned` bytes of them. first: blocks that get these bytes before the others.
+    `pinned` bytes of them, the blocks that stream first.
     """
 
     def __init__(
@@ -150,7 +158,6 @@ class HostWeights:
         copy: bool = True,
         device: torch.device | None = None,
         pinned: int = 0,
-        first: Sequence[int] = (),
     ) -> None:
         self.model = model
         named = {name: tensor for name, tensor in tensors_of(model).items() if not is_attached(name)}
@@ -162,7 +169,7 @@ class HostWeights:
             groups = [[n for n in named if n not in inside], *blocks]
         self.units = [Unit(names, [named[n] for n in names]) for names in groups]
         here = (torch.cuda.current_device() if device is None else device) if lock else None
-        copied = set(self.units) if copy else self._choose(pinned, first)
+        copied = set(self.units) if copy else self._choose(pinned)
         files = MappedFiles()
 
         def take(unit: Unit) -> None:  # a thread's current device is the first GPU: pinning there takes its memory
@@ -172,15 +179,11 @@ class HostWeights:
         with ThreadPoolExecutor(THREADS if len(self.units) > 1 else 1) as pool:
             list(pool.map(take, self.units))
 
-    def _choose(self, pinned: int, first: Sequence[int]) -> set[Unit]:
-        """Units of `pinned` bytes in all: `first`, what is outside blocks, then the other blocks; evenly apart."""
-        others = [block for block in range(len(self.units) - 1) if block not in first]
-        first, others = (
-            sorted(blocks, key=lambda block, blocks=blocks: (blocks.index(block) * 0.618034) % 1)
-            for blocks in (first, others)
-        )
-        blocks, chosen = self.units[1:], set[Unit]()
-        for unit in (*(blocks[i] for i in first), self.units[0], *(blocks[i] for i in others)):
+    def _choose(self, pinned: int) -> set[Unit]:
+        """Units of `pinned` bytes in all: blocks before what is outside of them, which is read once for all steps."""
+        outside, *blocks = self.units
+        chosen = set[Unit]()
+        for unit in (*(blocks[i] for i in streaming_order(len(blocks))), outside):
             if unit.layout.nbytes <= pinned:
                 chosen.add(unit)
                 pinned -= unit.layout.nbytes

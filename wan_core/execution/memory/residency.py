@@ -17,7 +17,7 @@ from torch import nn
 
 from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_of
-from wan_core.execution.memory.streaming import Stage, spread
+from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.config import PreparedForm
@@ -207,15 +207,12 @@ class Residency:
         available, copy = available_bytes(), waits.copy
         if copy is None:
             copy = available is None or needed < available * (1 - KEPT_FREE)
-        blocks = len(model.blocks) if isinstance(model, WanModel) else 0
-        streamed = spread(blocks, self.resident_blocks) if self.policy == "stream" else ()
         weights = HostWeights(
             model,
             lock=self.device.type == "cuda",
             copy=copy,
             device=self.device,
             pinned=waits.pinned,
-            first=streamed,  # those that stay on the device are read once for all steps
         )
         if read := weights.bytes_in_files:
             self.notes.append(

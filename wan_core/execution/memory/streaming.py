@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wan_core.execution.memory.file_reader import Arrival, FileReader, Urgency
-from wan_core.execution.memory.host_weights import HostWeights
+from wan_core.execution.memory.host_weights import HostWeights, streaming_order
 from wan_core.execution.report import GIB
 from wan_core.models.block_weights import BlockWeights
 
@@ -50,9 +50,8 @@ class Slot:
 
 
 def spread(blocks: int, resident: int) -> list[int]:
-    """Which of `blocks` blocks stream when `resident` stay: evenly apart, so that each copy has as long as possible."""
-    streamed = max(0, blocks - resident)
-    return [(2 * i + 1) * blocks // (2 * streamed) for i in range(streamed)]
+    """Which of `blocks` blocks stream when `resident` stay."""
+    return sorted(streaming_order(blocks)[: max(0, blocks - resident)])
 
 
 def stage_bytes(units: Sequence[int], resident: int | None) -> int:
