@@ -72,18 +72,18 @@ class Server:
 
 
 def times(run: Run) -> Row:
-    """Seconds from POST to the end of the last node, and of each group of nodes. What ComfyUI does then, before it
-    says that the prompt is over, is left out: every 10 s it collects garbage, for half a second."""
+    """Seconds from POST to the end of the last node, and of each group of nodes. What ComfyUI does then, before the
+    prompt is over, is left out: every 10 s it collects garbage, for half a second, and tells nothing meanwhile."""
     groups: dict[str, float] = defaultdict(float)
     current, since = "start", run.begin
     for event in run.events:
-        if event["type"] in ("executing", "execution_success"):
+        if event["type"] == "executing" and event["data"]["node"] is not None:
             groups[current] += event["at"] - since
-            current, since = (event["data"].get("node") or "").split(".")[0], event["at"]
-        if event["type"] == "execution_success":
-            break
+            current, since = event["data"]["node"].split(".")[0], event["at"]
+    over = run.message("execution_success")["timestamp"] / 1000
+    groups[current] += over - since
     return {
-        "seconds": round(since - run.begin, 3),
+        "seconds": round(over - run.begin, 3),
         "nodes": {name: round(seconds, 3) for name, seconds in groups.items() if seconds >= 0.0005},
     }
 

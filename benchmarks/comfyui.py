@@ -71,7 +71,7 @@ def without_page(base: Path) -> list[str]:
 @dataclass
 class Run:
     """What came of a prompt: its status messages, UI outputs, and what the websocket told meanwhile. begin: when it
-    was posted (`perf_counter`)."""
+    was posted (`time.time`, as in status messages)."""
 
     id: str
     status: dict[str, Any]
@@ -192,13 +192,13 @@ class ComfyUI:
         return self.wait(self.queue(graph))
 
     def watch(self, graph: Graph) -> Run:
-        """Run the graph and keep every event of the websocket, with its time (`perf_counter`) in `at`."""
+        """Run the graph and keep every event of the websocket, with its time (`time.time`) in `at`."""
         client = Client(self.port, self.patience)
-        begin = time.perf_counter()
+        begin = time.time()
         prompt_id = self.queue(graph, client.name)
         events = []
         for event in client.events():
-            events.append({**event, "at": time.perf_counter()})
+            events.append({**event, "at": time.time()})
             over = event["type"] == "executing" and event["data"]["node"] is None
             if over or event["type"] in ("execution_error", "execution_interrupted"):
                 break
