@@ -84,6 +84,19 @@ TABLES = {
         columns=f"name seconds spread runs {PHASES}",
         over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
     ),
+    "click-again": Table(
+        result="everyday-again-h200",
+        columns=f"name seconds spread runs {PHASES}",
+        over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
+    ),
+    "fresh": Table(
+        result="everyday-fresh-h200",
+        columns=f"name seconds spread runs text image {PHASES}",
+        over={
+            "over native": "on, new prompt and picture: native",
+            "over INT8": "on, new prompt and picture: native, comfy kitchen attention",
+        },
+    ),
     "words-seconds": Table(
         result="everyday-words-h200",
         columns="name seconds spread runs samplers",
@@ -93,6 +106,11 @@ TABLES = {
     "guided": Table(
         result="everyday-off-h200",
         columns=f"name seconds runs {PHASES}",
+        over={"over INT8": "off: native, comfy kitchen attention"},
+    ),
+    "guided-480": Table(
+        result="everyday-off480-h200",
+        columns=f"name seconds spread runs {PHASES}",
         over={"over INT8": "off: native, comfy kitchen attention"},
     ),
     "first-video": Table(
