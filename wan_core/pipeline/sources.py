@@ -210,8 +210,8 @@ def recognise(
     infos = [detected.info(name) for name in detected.names]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
-    packed = [name for name in detected.names if detected.info(name).packing]
-    quantized = [detected.info(name) for name in packed if in_block(detected, name)]
+    matrices = block_matrices(detected)
+    quantized = [detected.info(name) for name in matrices if detected.info(name).packing]
     return Part(
         f"{checkpoint.where} ({detected.layout})",
         detected.config,
@@ -231,20 +231,21 @@ def recognise(
         metadata=checkpoint.metadata,
         stored_bytes=sum(info.nbytes for info in infos),
         scaled=any(info.packing == "fp8" for info in infos),
-        packed=packed_size(detected),
+        packed=packed_size(detected, matrices),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
     )
 
 
-def in_block(detected: Detected, name: str) -> bool:
-    """Whether a parameter is a matrix of a block, which a quantised model can hold as its file does."""
+def block_matrices(detected: Detected) -> frozenset[str]:
+    """Parameters that are matrices of blocks, which a quantised model can hold as its file does."""
     if isinstance(detected.config, DiTConfig):
-        return name.removesuffix(".weight") in detected.config.quantized_names()
-    return name.startswith("blocks.") and "embedding" not in name
+        linears = detected.config.quantized_names()
+        return frozenset(name for name in detected.names if name.removesuffix(".weight") in linears)
+    return frozenset(name for name in detected.names if name.startswith("blocks.") and "embedding" not in name)
 
 
-def packed_size(detected: Detected) -> PackedSize | None:
+def packed_size(detected: Detected, matrices: frozenset[str]) -> PackedSize | None:
     """The size of the matrices that can stay packed in memory: those of the blocks, and a text encoder's table. FP8
     with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
     sizes: dict[str, int] = {}
@@ -252,7 +253,7 @@ def packed_size(detected: Detected) -> PackedSize | None:
     for name in detected.names:
         info = detected.info(name)
         table = name == "token_embedding.weight" and holds_tables(info.packing)
-        if info.packing is not None and (table or in_block(detected, name)):
+        if info.packing is not None and (table or name in matrices):
             sizes[info.packing] = sizes.get(info.packing, 0) + info.nbytes
             parameters += prod(info.shape)
     if not sizes or (detected.kind == "dit" and set(sizes) == {"fp8"}):
