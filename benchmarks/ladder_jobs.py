@@ -150,7 +150,7 @@ def repeated(option: str, values: Sequence[str]) -> str:
 DOOR = ("native", KITCHEN, EXACT, FP8, OUR_EXACT, OUR_FP8)
 JOBS: tuple[Job, ...] = (
     # a. tests
-    suite("gpu-tests", 330, "GPU tests", "tests --setting 'gpu tests'", needs=("pytest",)),
+    suite("gpu-tests", 400, "GPU tests", "tests --setting 'gpu tests'", needs=("pytest",)),
     suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
     # b. ComfyUI's own template as it is, with our node, and with our sampler
     everyday("on-640", 640, SQUARE, "on", *DOOR),
