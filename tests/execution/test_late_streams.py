@@ -73,7 +73,7 @@ class Late:
 CALLS = ("high", "low", "high, then low", "low, then high", "text", "run", "last", "leave")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     resident=st.none() | st.integers(0, LAYERS),
