@@ -43,8 +43,8 @@ AT_ONCE = 100 * 2**30  # bytes of device memory in which all files of a task are
 SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}  # ComfyUI takes heads of 128 for granted
 SMALL_VAE = {"encoder_dim": 8, "decoder_dim": 8}
 CONTRAST = 0.1
-"""Of the frames of a random VAE. Whole, they flicker as no video does: libx264 at crf 23 makes 2.3 bits of a pixel,
-and takes five times as long as for a textured scene that moves (0.14 bits). A tenth makes 0.35 bits."""
+"""The last layer of the random VAE is multiplied by it. Without it frames flicker as no video does, and libx264 takes
+several times as long as for a video that moves."""
 
 
 def write_files(models: Path, device: torch.device, task: str, layers: int | None = None) -> None:

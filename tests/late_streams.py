@@ -1,7 +1,7 @@
-"""Streams of a GPU that run late, in any order that their events allow: stand-ins for `torch.cuda`'s.
+"""Stand-ins for `torch.cuda`'s streams, whose work runs late, in any order that its events allow.
 
-What is queued on a stream waits there. `Streams.some` and whoever waits for an event run parts of it, drawn at random,
-so that a copy or a computation which waits for too little meets wrong bytes.
+A stream keeps its work in a queue. `Streams.some` runs a random part of what may run; so does a thread that waits for
+an event, until the event is over. A copy or a computation that waits for too little then meets wrong bytes.
 """
 
 from __future__ import annotations

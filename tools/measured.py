@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +73,15 @@ class Table:
 
 FIRST_SEED = "on, new seed: "
 PHASES = "samplers decode save"
+FOUR_STEPS = Table(
+    result="",
+    columns=f"name seconds spread runs {PHASES}",
+    over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
+)
 TABLES = {
-    "four-steps": Table(
-        result="everyday-on-h200",
-        columns=f"name seconds spread runs {PHASES}",
-        over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
-    ),
-    "click": Table(
-        result="everyday-click-h100",
-        columns=f"name seconds spread runs {PHASES}",
-        over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
-    ),
-    "click-again": Table(
-        result="everyday-again-h200",
-        columns=f"name seconds spread runs {PHASES}",
-        over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
-    ),
+    "four-steps": replace(FOUR_STEPS, result="everyday-on-h200"),
+    "click": replace(FOUR_STEPS, result="everyday-click-h100"),
+    "click-again": replace(FOUR_STEPS, result="everyday-again-h200"),
     "fresh": Table(
         result="everyday-fresh-h200",
         columns=f"name seconds spread runs text image {PHASES}",

@@ -149,7 +149,7 @@ def _read_next(device: torch.device, waiting: PriorityQueue[tuple[Any, ...]], lo
         if not hasattr(local, "buffers"):
             local.buffers = Buffers(device)
         future.set_result(local.buffers.read(piece, flat, ready))
-    except BaseException as fault:  # noqa: BLE001  (whoever waits gets it)
+    except BaseException as fault:  # noqa: BLE001  (`Arrival.queued` raises it)
         future.set_exception(fault)
 
 
