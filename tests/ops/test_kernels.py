@@ -173,8 +173,8 @@ for D in (16, 64, 128):
 
 from wan_core.models.vae.layers import CausalConv3d, Chunk, RMSNorm
 from wan_core.ops.kernels import triton_vae
-for C, T, last in ((32, 1, False), (40, 3, False), (96, 2, True)):
-    norm, conv = RMSNorm(C).bfloat16(), CausalConv3d(C, C, (3, 3, 3)).bfloat16()
+for C, T, last, dtype in ((32, 1, False, torch.bfloat16), (40, 3, False, torch.half), (96, 2, True, torch.bfloat16)):
+    norm, conv = RMSNorm(C).to(dtype), CausalConv3d(C, C, (3, 3, 3)).to(dtype)
     norm.gamma.data = draw(C, 1, 1, 1)
     x = draw(1, T, 5, 6, 2 * C)[..., :C].movedim(-1, 1)  # with a stride
     for earlier in (None, draw(1, 2, 5, 6, C).movedim(-1, 1)):
