@@ -198,8 +198,8 @@ def fields_of(asked: dict[str, Any], mesh: str) -> dict[str, Any]:
 
 
 def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:
-    """One step that takes seconds: interrupted as it begins, it ends within a third of it."""
-    asked = {**SMALL, "steps": 2, "width": 288, "height": 288, "frames": 25}
+    """One step that takes seconds: interrupted as it begins, it ends within half of it, also on a busy machine."""
+    asked = {**SMALL, "steps": 2, "width": 288, "height": 288, "frames": 57}
     times: list[float] = []
 
     def phase(name: str) -> None:
