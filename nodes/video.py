@@ -71,9 +71,9 @@ class WanCoreVAEDecode(io.ComfyNode):
 
 
 ENCODERS: dict[str, Encoder] = {
-    "as Save Video": Encoder(crf=23, threads="SLICE"),
+    "as Save Video": Encoder(crf=23, threads="SLICE", lookahead=None),
     "all cores": Encoder(crf=23),
-    "fast": Encoder(crf=23, preset="veryfast"),
+    "fast": Encoder(crf=23, preset="veryfast", lookahead=None),
 }
 """What people choose -> settings. Save Video has those of libx264 itself, and PyAV's threads."""
 

@@ -39,12 +39,14 @@ class Encoder:
 
     crf: quality, 0 (lossless except for colour subsampling) to 51 (worst). preset: x264's. threads: PyAV's name of what
     they share: "SLICE" encodes parts of one frame at once; "FRAME" several frames, which uses more cores and compresses
-    a little better.
+    a little better. lookahead: frames that x264 sees before it decides about one; they are encoded after the last frame
+    was given. None: as the preset has it. 20 instead of medium's 40 halves that wait for at most 0.1 dB (640x640x81).
     """
 
     crf: int = 17
     preset: str = "medium"
     threads: str = "FRAME"
+    lookahead: int | None = 20
 
 
 @functools.cache
@@ -114,6 +116,7 @@ def encode(
     size, count = None, 0
     options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
     codec = {"crf": str(encoder.crf), "preset": encoder.preset, **_instructions()}
+    codec |= {} if encoder.lookahead is None else {"rc-lookahead": str(encoder.lookahead)}
     with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
         container.metadata.update(tags)
         stream = container.add_stream("libx264", rate=rate, options=codec)
