@@ -81,7 +81,6 @@ FOUR_STEPS = Table(
 TABLES = {
     "four-steps": replace(FOUR_STEPS, result="everyday-on-h200"),
     "click": replace(FOUR_STEPS, result="everyday-click-h100"),
-    "click-again": replace(FOUR_STEPS, result="everyday-again-h200"),
     "fresh": Table(
         result="everyday-fresh-h200",
         columns=f"name seconds spread runs text image {PHASES}",
