@@ -163,7 +163,7 @@ def test_sound_ends_with_the_frames(tmp_path, channels, threads):
 
 @pytest.mark.parametrize(("lookahead", "said"), [({}, b"rc_lookahead=20"), ({"lookahead": None}, b"rc_lookahead=40")])
 def test_x264_gets_the_settings(tmp_path, lookahead, said):
-    """As x264 itself writes them into the file."""
+    """The file has the settings in x264's own words."""
     encoder = Encoder(crf=23, **lookahead)
     written = write_mp4(tmp_path / "clip.mp4", gradient(2, 32, 32), fps=8, encoder=encoder).read_bytes()
     assert said in written and b"crf=23.0" in written
