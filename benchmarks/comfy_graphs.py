@@ -95,23 +95,27 @@ def save_video(video: list[Any], name: str) -> dict[str, Any]:
 
 
 def accelerated_graph(job: Job, attention: str, speed: str = EXACT) -> Graph:
-    """The template as the page's command changes it: our node for native models behind each loader chain, and our
-    decoder in the place of VAE Decode and Create Video."""
+    """The template as the page's command changes it: our nodes for native models and their VAE behind the loaders, and
+    our decoder in the place of VAE Decode and Create Video."""
     graph = native_graph(job, accelerate={"speed": speed, "attention": attention, "compare": "off"})
-    return with_our_decoder(graph, ["samplers.low", 0])
+    return with_our_vae(graph, ["samplers.low", 0])
 
 
-def with_our_decoder(graph: Graph, latent: list[Any]) -> Graph:
-    """The native graph, which decodes `latent` with WanCore Decode to Video as the page's commands place it."""
+def with_our_vae(graph: Graph, latent: list[Any]) -> Graph:
+    """The native graph, which decodes `latent` with WanCore Decode to Video and encodes its picture with WanCore
+    Accelerate VAE, as the page's commands place them."""
     fps, decoded = graph.pop("save.create")["inputs"]["fps"], graph["decode"]["inputs"]
     graph["decode"] = node("WanCoreDecodeToVideo", vae=decoded["vae"], latent=latent, fps=fps, encoder="all cores")
     graph["save"]["inputs"]["video"] = ["decode", 0]
+    if "image" in graph:
+        graph["loaders.still"] = node("WanCoreAccelerateVAE", vae=graph["image"]["inputs"]["vae"])
+        graph["image"]["inputs"]["vae"] = ["loaders.still", 0]
     return graph
 
 
 def all_gpus_graph(job: Job, devices: str) -> Graph:
     """The template as the page's command `run this workflow on all GPUs` changes it. devices: of WanCore Launcher."""
-    return with_our_decoder(with_our_sampler(native_graph(job), devices=devices), ["samplers.low", 0])
+    return with_our_vae(with_our_sampler(native_graph(job), devices=devices), ["samplers.low", 0])
 
 
 def native_conditioning(job: Job) -> Graph:

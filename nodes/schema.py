@@ -21,7 +21,7 @@ NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "load": "ModelLoader TextEncoderLoader VAELoader VisionLoader FromModel LoRA",
     "prompt": "TextEncode PromptsOverTime ImageToVideo NAG",
     "sample": "EmptyLatent Sampler VAEDecode DecodeToVideo",
-    "speed": "Accelerate Skipping Launcher",
+    "speed": "Accelerate AccelerateVAE Skipping Launcher",
     "control": "VACE Camera Animate Animate2 SoundToVideo",
     "tools": "PlanPreview Report ReportCard Compare",
 }

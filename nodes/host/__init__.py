@@ -22,6 +22,6 @@ from .native_beside import words_before
 from .native_model import describe, sampler_sigmas, window_schedule
 from .native_reserve import skip_layer_passes
 from .native_run import accelerate, accelerated
-from .native_vae import decode_native_to, make_interruptible, native_vae_config
+from .native_vae import decode_native_to, make_interruptible, native_vae_config, with_still_frames
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 from .remote import CLUSTER, Remote

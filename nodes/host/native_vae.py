@@ -1,4 +1,5 @@
-"""ComfyUI's own VAE of Wan 2.1 and 2.2, streamed: WanCore's decoder around the weights that ComfyUI holds.
+"""ComfyUI's own VAE of Wan 2.1 and 2.2 with the weights that ComfyUI holds and WanCore's layers around them: its decoder
+streams, its encoder computes frames that stand still once.
 
 Weights come from `comfy.ops.cast_bias_weight`, as for ComfyUI's own layers: those on the device are used where they
 are, those that its memory manager has elsewhere come for as long as the decoding lasts.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,10 +22,12 @@ from wan_core.execution.memory.planning import vae_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.layers import CausalConv3d, RMSNorm
-from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.vae.vae import VideoVAE, still_since
 from wan_core.pipeline.decode import Made, Pieces, decode_to
 
 from .progress import check_interruption
+
+PIXELS = 16  # of so many one is compared first, in either direction: all are, where these are equal
 
 
 def native_vae_config(vae: Any) -> VAEConfig | None:
@@ -45,28 +50,59 @@ def decode_native_to(
     vae: Any, config: VAEConfig, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any
 ) -> Made:
     """Decode with the weights of ComfyUI's VAE. samples, consume, how: as of `wan_core.pipeline.decode.decode_to`."""
-    with model_management.cuda_device_context(vae.device), _around(vae, config, *samples.shape[-2:]) as decoder:
-        return decode_to(decoder, samples, report, consume, **how)
+    with model_management.cuda_device_context(vae.device), _around(vae, config, "decoder", *samples.shape[-2:]) as ours:
+        return decode_to(ours, samples, report, consume, **how)
+
+
+def with_still_frames(vae: Any) -> Any:
+    """A copy of ComfyUI's VAE object, which it may share; its `encode` computes frames that stand still once. `vae`
+    itself where it is not Wan's."""
+    config = None if "encode" in vars(vae) else native_vae_config(vae)
+    if config is None:
+        return vae
+    faster = copy(vae)
+    faster.encode = partial(_encode, vae, config)
+    return faster
+
+
+def _encode(vae: Any, config: VAEConfig, pixels: Tensor) -> Tensor:
+    """What `VAE.encode` returns for pixels [F, H, W, C] in 0..1, and others. ComfyUI computes videos in which no frame
+    stands still, and what does not fit into memory."""
+    video = vae.vae_encode_crop_pixels(pixels).movedim(-1, 0)[None]
+    if pixels.ndim != 4 or video.shape[1] != 3 or len(pixels) % config.temporal_stride != 1:
+        return vae.encode(pixels)
+    if still_since(video[..., ::PIXELS, ::PIXELS]) == list(range(video.shape[2])):
+        return vae.encode(pixels)
+    video = vae.process_input(video.to(vae.device)).to(vae.vae_dtype).contiguous()
+    rows, columns = (side // config.spatial_stride for side in video.shape[-2:])
+    try:
+        with model_management.cuda_device_context(vae.device), _around(vae, config, "encoder", rows, columns) as ours:
+            return ours.encode(video).to(vae.output_device, vae.vae_output_dtype())
+    except model_management.OOM_EXCEPTION:
+        pass
+    return vae.encode(pixels)
 
 
 @contextmanager
-def _around(vae: Any, config: VAEConfig, rows: int, columns: int) -> Iterator[VideoVAE]:
-    """A VAE that decodes latents of `rows` x `columns`, whose weights are those of `vae`. It has no encoder."""
+def _around(vae: Any, config: VAEConfig, part: str, rows: int, columns: int) -> Iterator[VideoVAE]:
+    """A VAE for latents of `rows` x `columns`, whose weights are those of `vae`. part: encoder or decoder, the one that
+    it has."""
     memory = vae_bytes(config, rows, columns, vae.vae_dtype.itemsize)
     model_management.load_models_gpu([vae.patcher], memory_required=memory, force_full_load=vae.disable_offload)
     with torch.device("meta"):
-        decoder = VideoVAE(config)
+        ours = VideoVAE(config)
     natives = dict(vae.first_stage_model.named_modules())
     with ExitStack() as ends:
-        for name, module in decoder.named_modules():
-            if name == "conv2" or name.startswith("decoder."):
+        for name, module in ours.named_modules():
+            if name in ("conv1", "conv2") or name.startswith(f"{part}."):
                 _borrow(module, natives.get(name), vae.device, vae.vae_dtype, ends)
         if vae.device.type == "cpu":
-            make_interruptible(decoder)
+            make_interruptible(ours)
         else:  # the first convolutions alone: later ones follow the layout of what they are given
-            for first in (decoder.conv2, cast(CausalConv3d, decoder.decoder.conv1)):
-                first.weight.data = first.weight.data.contiguous(memory_format=torch.channels_last_3d)
-        yield decoder
+            for first in (ours.conv2, ours.get_submodule(f"{part}.conv1")):
+                weight = cast(CausalConv3d, first).weight
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+        yield ours
 
 
 def _borrow(module: nn.Module, native: Any, device: torch.device, dtype: torch.dtype, ends: ExitStack) -> None:

@@ -78,3 +78,68 @@ def check_frames(it: World) -> None:
     with torch.inference_mode():
         for kind, dtype in (("2.1", "float32"), ("2.2", "float32"), ("2.1", "bfloat16"), ("2.1", "float16")):
             compare(it.host, kind, dtype)
+
+
+def check_still_frames(it: World) -> None:
+    """Pictures with grey frames behind and between them are encoded as ComfyUI does it, without its encoder running;
+    all others by it."""
+    import torch
+
+    def encoded_by_comfyui(vae: Any, pixels: Any) -> int:
+        calls: list[int] = []
+        original = vae.first_stage_model.encode
+        vae.first_stage_model.encode = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+        found = it.host.with_still_frames(vae).encode(pixels)
+        del vae.first_stage_model.encode
+        native = vae.encode(pixels)
+        assert found.shape == native.shape and found.dtype == native.dtype and found.device == native.device
+        if own == torch.float32:
+            assert (found - native).abs().max() <= 1e-5 * native.abs().max(), (kind, len(pixels))
+        else:
+            exact = random_vae(kind, own, torch.float32).encode(pixels)
+            ours, theirs = ((one.float() - exact).square().mean().sqrt() for one in (found, native))
+            assert ours <= 1.1 * theirs, (ours, theirs)
+        return len(calls)
+
+    draw = torch.Generator().manual_seed(7)
+    with torch.inference_mode():
+        for kind, dtype in (("2.1", "float32"), ("2.2", "float32"), ("2.1", "float16")):
+            own = getattr(torch, dtype)
+            vae = random_vae(kind, own, own)
+            held = {name: tensor.data_ptr() for name, tensor in vae.first_stage_model.named_parameters()}
+            picture = torch.rand(1, 20, 16, 3, generator=draw)  # four of 20 rows are cropped
+            grey = torch.full((12, 20, 16, 3), 0.5)
+            assert encoded_by_comfyui(vae, torch.cat([picture, grey])) == 0
+            if own == torch.float32:
+                moving = torch.rand(5, 20, 16, 3, generator=draw)
+                assert encoded_by_comfyui(vae, torch.cat([moving[:2], grey[:10], picture])) == 0
+                assert encoded_by_comfyui(vae, torch.cat([picture, grey[:5]])) == 1  # six frames: the last is left out
+                assert encoded_by_comfyui(vae, moving) == 1
+                assert encoded_by_comfyui(vae, picture) == 1
+            assert held == {name: one.data_ptr() for name, one in vae.first_stage_model.named_parameters()}
+
+
+def check_still_frames_without_memory(it: World) -> None:
+    """ComfyUI encodes what does not fit; VAEs of others, and those that a node changed, stay as they are."""
+    import torch
+    from comfy import model_management
+
+    vae = random_vae("2.1", torch.float32, torch.float32)
+    faster, pixels = it.host.with_still_frames(vae), torch.full((9, 16, 16, 3), 0.25)
+    assert faster is not vae and it.host.with_still_frames(faster) is faster and it.host.native_vae_config(faster)
+    loaded, short = model_management.load_models_gpu, [True]
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        if short and short.pop():
+            raise model_management.OOM_EXCEPTION("no room")
+        loaded(*args, **kwargs)
+
+    model_management.load_models_gpu = load
+    try:
+        assert torch.equal(faster.encode(pixels), vae.encode(pixels))
+    finally:
+        model_management.load_models_gpu = loaded
+    assert not short
+    other = object.__new__(type(vae))
+    other.first_stage_model = torch.nn.Linear(1, 1)
+    assert it.host.with_still_frames(other) is other

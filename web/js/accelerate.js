@@ -3,6 +3,7 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { addLauncher, distribute, giveBack, insert, remove, standIn, withdraw } from "./changes.js";
+import { ACCELERATE_VAE, encoded, encoders } from "./encoders.js";
 import { SAMPLER, onAllGpus, samplersOf } from "./gpus.js";
 import { ACCELERATE, accelerated, counted, graphsOf, measured, plan, visible } from "./models.js";
 import { TO_VIDEO, replaced, streamed, videos } from "./videos.js";
@@ -31,31 +32,38 @@ function select(added) {
   app.canvas.selectItems([...new Set(shown)]);
 }
 
+const behind = (wires) => wires.map((one) => insert(one, ACCELERATE_VAE));
+const told = (...lines) => lines.filter(Boolean).join(" ");
+
 function accelerate() {
   answer();
-  const found = plan(root()), decoded = videos(root());
-  const changes = found.wires.length + decoded.pairs.length;
-  if (changes) select(change(() => [...found.wires.map(insert), ...decoded.pairs.map(standIn)]));
-  say(changes ? "success" : found.there ? "info" : "warn", `${accelerated(found)} ${streamed(decoded)}`.trim());
+  const found = plan(root()), decoded = videos(root()), vaes = encoders(root());
+  const changes = found.wires.length + decoded.pairs.length + vaes.length;
+  if (changes) {
+    select(change(() => [...found.wires.map((one) => insert(one)), ...decoded.pairs.map(standIn), ...behind(vaes)]));
+  }
+  say(changes ? "success" : found.there ? "info" : "warn", told(accelerated(found), streamed(decoded), encoded(vaes)));
 }
 
 function runOnAllGpus() {
   answer();
-  const { runs, refused } = onAllGpus(root()), decoded = videos(root());
+  const { runs, refused } = onAllGpus(root()), decoded = videos(root()), vaes = encoders(root());
   if (refused.length) return say("warn", `Nothing is changed: ${refused.join("; ")}.`);
   const nodes = change(() => {
     const launcher = addLauncher(runs[0]);
-    return [launcher, ...runs.flatMap((run) => distribute(run, launcher)), ...decoded.pairs.map(standIn)];
+    const samplers = runs.flatMap((run) => distribute(run, launcher));
+    return [launcher, ...samplers, ...decoded.pairs.map(standIn), ...behind(vaes)];
   });
   select(nodes);
   const samplers = counted(new Set(runs.flatMap(({ first, last }) => [first, last])).size, "sampler");
-  say("success", `WanCore Sampler on all GPUs is in the place of ${samplers} (muted). The experts change where the ` +
-    `model says. Ctrl+Z takes it back. ${streamed(decoded)}`.trim());
+  const done = `WanCore Sampler on all GPUs is in the place of ${samplers} (muted). The experts change where the model ` +
+    "says. Ctrl+Z takes it back.";
+  say("success", told(done, streamed(decoded), encoded(vaes)));
 }
 
 function takeOut() {
   const nodes = graphsOf(root()).flatMap((graph) => graph.nodes.map((node) => [graph, node]));
-  const added = nodes.filter(([, node]) => node.type === ACCELERATE);
+  const added = nodes.filter(([, node]) => [ACCELERATE, ACCELERATE_VAE].includes(node.type));
   const inPlace = (type, search) => nodes.flatMap(([graph, node]) => {
     const others = node.type === type ? search(graph, node) : null;
     return others ? [[graph, node, others]] : [];

@@ -4,7 +4,7 @@ import { SAMPLER, SOLVERS, accelerateBefore, valueOf } from "./gpus.js";
 import { TO_VIDEO, linkTo } from "./videos.js";
 
 const ALWAYS = 0; // the mode of a node that runs
-const SIZE = [320, 300]; // of an added node: its text after a run has room
+const SIZE = [320, 300]; // of WanCore Accelerate: its text after a run has room
 
 // A wire before and behind a node may begin or end at the ends of a subgraph.
 function connect(graph, from, slot, to, at, reroute) {
@@ -14,20 +14,20 @@ function connect(graph, from, slot, to, at, reroute) {
   else if (source && Number(to) === OUTSIDE) graph.outputs[at].connect(source.outputs[slot], source, reroute);
 }
 
-export function insert({ graph, node, slot, ends }) {
-  const added = LiteGraph.createNode(ACCELERATE);
+export function insert({ graph, node, slot, ends }, type = ACCELERATE) {
+  const added = LiteGraph.createNode(type);
   graph.add(added);
-  added.setSize([Math.max(added.size[0], SIZE[0]), Math.max(added.size[1], SIZE[1])]);
+  if (type === ACCELERATE) added.setSize([Math.max(added.size[0], SIZE[0]), Math.max(added.size[1], SIZE[1])]);
   added.pos = freePlace(graph.nodes.filter((one) => one !== added), ends[0][0], added.size);
   const [first, at] = ends[0]; // its link may go through reroutes: they stay
   const reroute = linkInto(graph, first, at)?.parentId;
-  node.connect(slot, added, added.findInputSlot("model"), reroute);
+  node.connect(slot, added, 0, reroute);
   for (const [target, input] of ends) added.connect(0, target, input);
   return added;
 }
 
 export function remove(graph, node) {
-  const before = linkInto(graph, node, node.findInputSlot("model"));
+  const before = linkInto(graph, node, 0);
   for (const after of before ? linksFrom(graph, node, 0) : []) {
     connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, before.parentId);
   }

@@ -82,7 +82,7 @@ export class Place {
 
 export const isOn = (node) => node.mode !== NEVER && node.mode !== BYPASS;
 
-function gives(node, ...types) {
+export function gives(node, ...types) {
   return (node.outputs ?? []).some((output) => types.includes(output.type));
 }
 
@@ -95,12 +95,14 @@ export function isSampler(node) {
   return takes && gives(node, "LATENT", "GUIDER") && (!gives(node, "MODEL") || /sampler/i.test(node.type));
 }
 
-// Whether a link into this slot of a node goes to a sampler, itself or inside of a subgraph.
-function leads(node, slot) {
-  if (!node?.subgraph) return Boolean(node) && isSampler(node) && isModel(node.inputs[slot]);
+const samples = (node, slot) => isSampler(node) && isModel(node.inputs[slot]);
+
+// Whether a link into this slot of a node goes to what `isEnd` looks for, itself or inside of a subgraph.
+function leads(node, slot, isEnd) {
+  if (!node?.subgraph) return Boolean(node) && isEnd(node, slot);
   return (node.subgraph.inputs[slot]?.linkIds ?? []).some((id) => {
     const link = node.subgraph.getLink(id);
-    return link && leads(node.subgraph.getNodeById(link.target_id), link.target_slot);
+    return link && leads(node.subgraph.getNodeById(link.target_id), link.target_slot, isEnd);
   });
 }
 
@@ -204,7 +206,7 @@ export function plan(root) {
         if (why) left.add(`${titleOf(node)}: ${why}`);
         if (!origin) continue;
         let wire = wires.find((one) => one.node === origin.node && one.slot === origin.slot);
-        if (!wire) wires.push((wire = wireFrom(origin)));
+        if (!wire) wires.push((wire = { ...wireFrom(origin, samples), samplers: [] }));
         wire.samplers.push(node);
         if (why) refused.add(wire);
       }
@@ -213,9 +215,10 @@ export function plan(root) {
   return { wires: wires.filter((wire) => !refused.has(wire) && wire.ends.length), left: [...left], there, off };
 }
 
-function wireFrom({ place: { graph, node: inside }, node, slot }) {
+// The links from an output that lead to what `isEnd` looks for.
+export function wireFrom({ place: { graph, node: inside }, node, slot }, isEnd) {
   const ends = linksFrom(graph, node, slot).map((link) => [graph.getNodeById(link.target_id), link.target_slot]);
-  return { graph, inside, node, slot, ends: ends.filter((end) => leads(...end)), samplers: [] };
+  return { graph, inside, node, slot, ends: ends.filter((end) => leads(...end, isEnd)) };
 }
 
 // Whether a node of another pack does something with a Wan model: it has one, and gives neither MODEL nor SIGMAS; or it

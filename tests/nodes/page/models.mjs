@@ -1,6 +1,7 @@
 // web/js/models.js on small graphs. Run by test_page_script.py.
 import assert from "node:assert/strict";
 import test from "node:test";
+import { encoded, encoders } from "./extensions/wancore/js/encoders.js";
 import { onAllGpus, samplersOf } from "./extensions/wancore/js/gpus.js";
 import { accelerated, freePlace, graphsOf, measured, plan, visible } from "./extensions/wancore/js/models.js";
 import { replaced, streamed, videos } from "./extensions/wancore/js/videos.js";
@@ -374,4 +375,25 @@ test("the offer says whether this card was measured", () => {
   assert.equal(on("cuda:0 NVIDIA H100 80GB HBM3 : cudaMallocAsync"), "Measured on NVIDIA H100 80GB HBM3: 1.46 times as fast.");
   assert.match(on("cuda:0 NVIDIA GeForce RTX 4090 : native"), /^Not measured on NVIDIA GeForce RTX 4090 yet/);
   assert.deepEqual([on("cpu", "cpu"), measured([])], ["", ""]);
+});
+
+test("a Wan VAE gets its node for what encodes pictures for a sampler, in subgraphs too, once", () => {
+  const vae = (id, file) => [id, "VAELoader", {}, ["VAE"], { texts: [file] }];
+  const encode = (id, from, type = "WanImageToVideo", more = {}) => [id, type, { vae: [...from, "VAE"] }, ["CONDITIONING", "LATENT"], more];
+  const made = encoders(graph([
+    vae(1, "wan_2.1_vae.safetensors"),
+    encode(2, [1, 0]),
+    [3, "VAEDecode", { vae: [1, 0, "VAE"] }, ["IMAGE"]],
+    encode(4, [1, 0], "WanVaceToVideo", { mode: 4 }),
+    [5, "sub", { vae: [1, 0, "VAE"] }, ["CONDITIONING"], { subgraph: graph([encode(6, [-10, 0])], ["vae"], [[6, 0]]) }],
+    vae(7, "ltx_vae.safetensors"),
+    encode(8, [7, 0]),
+    encode(9, [1, 0], "LTXVImgToVideo"),
+    [10, "WanCoreAccelerateVAE", { vae: [1, 0, "VAE"] }, ["VAE"]],
+    encode(11, [10, 0]),
+  ]));
+  // The bypassed one shares the wire: it is as fast when it is switched on.
+  assert.deepEqual(made.map((wire) => [wire.node.id, wire.ends.map(([node]) => node.id)]), [[1, [2, 4, 5]]]);
+  assert.equal(encoded(made), "WanCore Accelerate VAE is behind VAELoader 1: equal frames are encoded once.");
+  assert.equal(encoded([]), "");
 });

@@ -244,10 +244,10 @@ class VideoVAE(nn.Module):
 
     def _encode_chunks(self, video: Tensor, spans: list[tuple[int, int]]) -> Iterator[Tensor]:
         history: dict[nn.Module, Tensor] = {}
-        still_since = self._stands_still_since(video)
+        since = self._stands_still_since(video)
         for start, stop in spans:
             begin, end = self._frame(start), self._frame(stop)
-            still = Still(begin, end, still_since[end - 1])
+            still = Still(begin, end, since[end - 1])
             chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, still=still)
             pixels = self._to_own(video[:, :, begin:end])
             yield self.conv1(self.encoder(fold_patches(pixels, self.config.patch), chunk), chunk)
@@ -333,14 +333,14 @@ class VideoVAE(nn.Module):
         return max(0, self.config.video_frames(latent_frame))
 
     def _stands_still_since(self, video: Tensor) -> list[int]:
-        """For each frame, the first of the equal frames that end with it (see `_still_since`); the frame itself where
+        """For each frame, the first of the equal frames that end with it (see `still_since`); the frame itself where
         computing equal frames once would change bits."""
         if self.conv1.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return list(range(video.shape[2]))  # a captured step of training: the host must not wait for a comparison
         if self.conv1.weight.device.type == "cpu" and video.stride(1) == 1:
             # Channels last: oneDNN's rounding depends on the number of frames.
             return list(range(video.shape[2]))
-        return _still_since(video)
+        return still_since(video)
 
     def _to_own(self, x: Tensor) -> Tensor:
         weight = self.own
@@ -367,7 +367,7 @@ class VideoVAE(nn.Module):
         return (frames - 1) // time + 1, height // space, width // space
 
 
-def _still_since(video: Tensor) -> list[int]:
+def still_since(video: Tensor) -> list[int]:
     """For each frame of [B, C, F, H, W], the first of the equal frames that end with it."""
     since = [0]
     for frame in range(1, video.shape[2]):
