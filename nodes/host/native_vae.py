@@ -1,8 +1,8 @@
-"""ComfyUI's own VAE of Wan 2.1 and 2.2 with the weights that ComfyUI holds and WanCore's layers around them: its decoder
+"""ComfyUI's own VAE of Wan 2.1 and 2.2 with WanCore's layers around the weights ComfyUI holds: its decoder
 streams, its encoder computes frames that stand still once.
 
 Weights come from `comfy.ops.cast_bias_weight`, as for ComfyUI's own layers: those on the device are used where they
-are, those that its memory manager has elsewhere come for as long as the decoding lasts.
+are, those that its memory manager has elsewhere come for as long as the work lasts.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from benchmarks.comfyui import Client, Graph, python_of
 from benchmarks.templates import files
@@ -115,3 +116,19 @@ def test_a_run_that_waits_while_another_saves(comfy: ComfyUI) -> None:
     paths = [comfy.output_file(run, "save") for run in runs]
     assert packets(paths[0]) != packets(paths[1]) and paths[0] != paths[1]
     assert packets(paths[1]) == video_of(comfy, 7)
+
+
+def test_equal_frames_are_encoded_once_also_after_models_were_freed(comfy: ComfyUI) -> None:
+    made = {"vae": node("VAELoader", vae_name="wan_2.1_vae.safetensors")}
+    made["faster"] = node("WanCoreAccelerateVAE", vae=["vae", 0])
+    made["frames"] = node("EmptyImage", width=64, height=64, batch_size=21, color=0x3080C0)
+    for name in ("vae", "faster"):
+        made[f"{name} latents"] = node("VAEEncode", pixels=["frames", 0], vae=[name, 0])
+        made[f"save {name}"] = node("SaveLatent", samples=[f"{name} latents", 0], filename_prefix=name)
+    for _ in range(2):
+        run = comfy.run(made)
+        assert run.ok, run.status
+        files = (comfy.output_file(run, f"save {name}") for name in ("vae", "faster"))
+        native, ours = (load_file(file)["latent_tensor"] for file in files)
+        assert native.shape == (1, 16, 6, 8, 8) and (ours - native).abs().max() <= 1e-5 * native.abs().max()
+        comfy.post("/free", {"unload_models": True, "free_memory": True})

@@ -113,7 +113,7 @@ def the_same(templates: Templates, graphs: list[Graph]) -> int:
     encodes = any(one["class_type"] == "WanCoreAccelerateVAE" for one in graphs[1].values())
     assert plain.keys() == clicked.keys()
     for key, one in plain.items():
-        assert torch.equal(one, clicked[key]) or encodes and (one - clicked[key]).norm() <= 1e-4 * one.norm()
+        assert torch.equal(one, clicked[key]) or (encodes and (one - clicked[key]).norm() <= 1e-4 * one.norm())
     assert said[1] - said[0] >= len(plain)
     return len(plain)
 
