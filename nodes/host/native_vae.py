@@ -50,7 +50,7 @@ def decode_native_to(
     vae: Any, config: VAEConfig, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any
 ) -> Made:
     """Decode with the weights of ComfyUI's VAE. samples, consume, how: as of `wan_core.pipeline.decode.decode_to`."""
-    with model_management.cuda_device_context(vae.device), _around(vae, config, "decoder", *samples.shape[-2:]) as ours:
+    with _around(vae, config, "decoder", *samples.shape[-2:]) as ours:
         return decode_to(ours, samples, report, consume, **how)
 
 
@@ -73,26 +73,28 @@ def _encode(vae: Any, config: VAEConfig, pixels: Tensor) -> Tensor:
         return vae.encode(pixels)
     if still_since(video[..., ::PIXELS, ::PIXELS]) == list(range(video.shape[2])):
         return vae.encode(pixels)
-    video = vae.process_input(video.to(vae.device)).to(vae.vae_dtype).contiguous()
     rows, columns = (side // config.spatial_stride for side in video.shape[-2:])
+    both = 2 * video.numel() * vae.vae_dtype.itemsize  # the frames one by one, and together
     try:
-        with model_management.cuda_device_context(vae.device), _around(vae, config, "encoder", rows, columns) as ours:
-            return ours.encode(video).to(vae.output_device, vae.vae_output_dtype())
+        with _around(vae, config, "encoder", rows, columns, beside=both) as ours:
+            frames = (vae.process_input(frame.to(vae.device)).to(vae.vae_dtype) for frame in video.unbind(2))
+            latents = ours.encode(torch.stack(list(frames), 2))
+            return latents.to(vae.output_device, vae.vae_output_dtype())
     except model_management.OOM_EXCEPTION:
         pass
     return vae.encode(pixels)
 
 
 @contextmanager
-def _around(vae: Any, config: VAEConfig, part: str, rows: int, columns: int) -> Iterator[VideoVAE]:
+def _around(vae: Any, config: VAEConfig, part: str, rows: int, columns: int, beside: int = 0) -> Iterator[VideoVAE]:
     """A VAE for latents of `rows` x `columns`, whose weights are those of `vae`. part: encoder or decoder, the one that
-    it has."""
-    memory = vae_bytes(config, rows, columns, vae.vae_dtype.itemsize)
-    model_management.load_models_gpu([vae.patcher], memory_required=memory, force_full_load=vae.disable_offload)
+    it has. beside: bytes that the caller needs as well."""
+    memory = vae_bytes(config, rows, columns, vae.vae_dtype.itemsize) + beside
     with torch.device("meta"):
         ours = VideoVAE(config)
     natives = dict(vae.first_stage_model.named_modules())
-    with ExitStack() as ends:
+    with model_management.cuda_device_context(vae.device), ExitStack() as ends:
+        model_management.load_models_gpu([vae.patcher], memory_required=memory, force_full_load=vae.disable_offload)
         for name, module in ours.named_modules():
             if name in ("conv1", "conv2") or name.startswith(f"{part}."):
                 _borrow(module, natives.get(name), vae.device, vae.vae_dtype, ends)
