@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from functools import partial
+from functools import cache
 from typing import Any, cast
 
 import torch
-from comfy import model_management
+from comfy import model_management, ops
 from torch import Tensor, nn
 
 from wan_core.checkpoint.layouts_vae import vae_config
@@ -31,18 +31,20 @@ PIXELS = 16  # of so many one is compared first, in either direction: all are, w
 
 
 def native_vae_config(vae: Any) -> VAEConfig | None:
-    """The architecture of ComfyUI's VAE object; None: it is not Wan's, or a node changed how it decodes."""
-    from comfy import ops, sd
+    """The architecture of ComfyUI's VAE object; None: it is not Wan's, or a node changed how it encodes or decodes."""
+    from comfy import sd
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
 
     model = getattr(vae, "first_stage_model", None)
-    own = type(vae) is sd.VAE and type(model) in (wan21.WanVAE, wan22.WanVAE)
-    if not own or "decode" in vars(vae) or "decode" in vars(model) or not hasattr(ops, "uncast_bias_weight"):
+    own = type(vae) in (sd.VAE, still_vae()) and type(model) in (wan21.WanVAE, wan22.WanVAE)
+    if not own or not {"encode", "decode"}.isdisjoint((*vars(vae), *vars(model))):
+        return None
+    if not hasattr(ops, "uncast_bias_weight"):
         return None
     try:
         return vae_config({name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, {})
-    except ValueError:  # more channels than colours, as of VAEs that also make alpha or a larger picture
+    except ValueError:  # other layers, or more channels than colours
         return None
 
 
@@ -55,34 +57,54 @@ def decode_native_to(
 
 
 def with_still_frames(vae: Any) -> Any:
-    """A copy of ComfyUI's VAE object, which it may share; its `encode` computes frames that stand still once. `vae`
-    itself where it is not Wan's."""
-    config = None if "encode" in vars(vae) else native_vae_config(vae)
-    if config is None:
+    """A copy of ComfyUI's VAE object, around the same model, that encodes equal frames once. `vae` itself where it is
+    not Wan's, or ComfyUI is older than 0.33."""
+    newer = hasattr(vae, "vae_output_dtype") and hasattr(model_management, "raise_non_oom")
+    if not newer or native_vae_config(vae) is None:
         return vae
     faster = copy(vae)
-    faster.encode = partial(_encode, vae, config)
+    faster.__class__ = still_vae()
     return faster
 
 
-def _encode(vae: Any, config: VAEConfig, pixels: Tensor) -> Tensor:
-    """What `VAE.encode` returns for pixels [F, H, W, C] in 0..1, and others. ComfyUI computes videos in which no frame
-    stands still, and what does not fit into memory."""
+@cache
+def still_vae() -> type[Any]:
+    """The class of such a copy. Nodes copy it again, and change on which device and in which dtype it computes."""
+    from comfy import sd
+
+    class StillVAE(sd.VAE):
+        def encode(self, pixel_samples: Tensor) -> Tensor:
+            latents = _encode(self, pixel_samples)
+            return super().encode(pixel_samples) if latents is None else latents
+
+    return StillVAE
+
+
+def _encode(vae: Any, pixels: Tensor) -> Tensor | None:
+    """What ComfyUI's `VAE.encode` returns for the frames [F, H, W, C] of a video, in 0..1, of which some are equal to
+    the one before. None where ComfyUI computes it: other shapes, no such frame, or too little memory."""
+    config = native_vae_config(vae)
     video = vae.vae_encode_crop_pixels(pixels).movedim(-1, 0)[None]
-    if pixels.ndim != 4 or video.shape[1] != 3 or len(pixels) % config.temporal_stride != 1:
-        return vae.encode(pixels)
+    if config is None or pixels.ndim != 4 or video.shape[1] != 3 or len(pixels) % config.temporal_stride != 1:
+        return None
     if still_since(video[..., ::PIXELS, ::PIXELS]) == list(range(video.shape[2])):
-        return vae.encode(pixels)
+        return None
+    try:
+        return _encode_around(vae, config, video)
+    except RuntimeError as fault:
+        model_management.raise_non_oom(fault)
+    model_management.soft_empty_cache()
+    return None
+
+
+def _encode_around(vae: Any, config: VAEConfig, video: Tensor) -> Tensor:
+    """The latents of video [1, 3, F, H, W]."""
     rows, columns = (side // config.spatial_stride for side in video.shape[-2:])
     both = 2 * video.numel() * vae.vae_dtype.itemsize  # the frames one by one, and together
-    try:
-        with _around(vae, config, "encoder", rows, columns, beside=both) as ours:
-            frames = (vae.process_input(frame.to(vae.device)).to(vae.vae_dtype) for frame in video.unbind(2))
-            latents = ours.encode(torch.stack(list(frames), 2))
-            return latents.to(vae.output_device, vae.vae_output_dtype())
-    except model_management.OOM_EXCEPTION:
-        pass
-    return vae.encode(pixels)
+    with _around(vae, config, "encoder", rows, columns, beside=both) as ours:
+        frames = [vae.process_input(frame.to(vae.device)).to(vae.vae_dtype) for frame in video.unbind(2)]
+        latents = ours.encode(torch.stack(frames, 2))
+        return latents.to(vae.output_device, vae.vae_output_dtype(), copy=True).contiguous()
 
 
 @contextmanager
@@ -109,8 +131,6 @@ def _around(vae: Any, config: VAEConfig, part: str, rows: int, columns: int, bes
 
 def _borrow(module: nn.Module, native: Any, device: torch.device, dtype: torch.dtype, ends: ExitStack) -> None:
     """Give a layer the weights of ComfyUI's; until `ends`."""
-    from comfy import ops
-
     if isinstance(module, RMSNorm):
         module.gamma = _parameter(native.gamma.to(device, dtype))
     elif isinstance(module, (nn.Conv2d, nn.Conv3d)):

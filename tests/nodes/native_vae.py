@@ -87,11 +87,15 @@ def check_still_frames(it: World) -> None:
 
     def encoded_by_comfyui(vae: Any, pixels: Any) -> int:
         calls: list[int] = []
-        original = vae.first_stage_model.encode
-        vae.first_stage_model.encode = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
-        found = it.host.with_still_frames(vae).encode(pixels)
-        del vae.first_stage_model.encode
+        kind_of_model = type(vae.first_stage_model)
+        original = kind_of_model.encode
+        kind_of_model.encode = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+        try:
+            found = it.host.with_still_frames(vae).encode(pixels)
+        finally:
+            kind_of_model.encode = original
         native = vae.encode(pixels)
+        assert found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
         assert found.shape == native.shape and found.dtype == native.dtype and found.device == native.device
         if own == torch.float32:
             assert (found - native).abs().max() <= 1e-5 * native.abs().max(), (kind, len(pixels))
@@ -119,27 +123,49 @@ def check_still_frames(it: World) -> None:
             assert held == {name: one.data_ptr() for name, one in vae.first_stage_model.named_parameters()}
 
 
-def check_still_frames_without_memory(it: World) -> None:
-    """ComfyUI encodes what does not fit; VAEs of others, and those that a node changed, stay as they are."""
+def check_still_frames_left_to_comfyui(it: World) -> None:
+    """What does not fit into memory, and VAEs that a node changed, before or after."""
+    import copy
+
     import torch
     from comfy import model_management
 
+    class Compiled(torch.nn.Module):  # has the names of torch.compile
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self._orig_mod(*args, **kwargs)
+
     vae = random_vae("2.1", torch.float32, torch.float32)
     faster, pixels = it.host.with_still_frames(vae), torch.full((9, 16, 16, 3), 0.25)
-    assert faster is not vae and it.host.with_still_frames(faster) is faster and it.host.native_vae_config(faster)
-    loaded, short = model_management.load_models_gpu, [True]
+    assert faster is not vae and it.host.native_vae_config(faster) and it.host.native_vae_config(vae)
+    loaded = model_management.load_models_gpu
+    short = [None, torch.AcceleratorError("out of memory"), None, torch.OutOfMemoryError("no")]  # ComfyUI's, ours, ...
 
     def load(*args: Any, **kwargs: Any) -> None:
-        if short and short.pop():
-            raise model_management.OOM_EXCEPTION("no room")
+        if (fault := short.pop()) is not None:
+            raise fault
         loaded(*args, **kwargs)
 
-    model_management.load_models_gpu = load
-    try:
-        assert torch.equal(faster.encode(pixels), vae.encode(pixels))
-    finally:
-        model_management.load_models_gpu = loaded
-    assert not short
-    other = object.__new__(type(vae))
-    other.first_stage_model = torch.nn.Linear(1, 1)
-    assert it.host.with_still_frames(other) is other
+    other = copy.copy(faster)  # as ComfyUI's Select VAE Device does
+    other.process_input = lambda image: 0 * image
+    dark = other.encode(pixels)
+    model = vae.first_stage_model
+    with torch.inference_mode():
+        native = vae.encode(pixels)
+        model_management.load_models_gpu = load
+        try:
+            for _ in range(2):
+                assert torch.equal(faster.encode(pixels), native)
+        finally:
+            model_management.load_models_gpu = loaded
+        assert not short and (dark - vae.encode(0.5 + 0 * pixels)).abs().max() <= 1e-5 and not torch.equal(dark, native)
+        model.encode = lambda pixels: torch.zeros(1, 16, 3, 2, 2)
+        assert not faster.encode(pixels).any()
+        del model.encode
+        model.encoder = Compiled(model.encoder)
+        assert (faster.encode(pixels) - native).abs().max() <= 1e-5 * native.abs().max()
+    for left in (None, vae.patcher, it.host.with_still_frames(vae)):
+        assert it.host.with_still_frames(left) is left

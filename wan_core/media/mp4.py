@@ -40,7 +40,7 @@ class Encoder:
     crf: quality, 0 (lossless except for colour subsampling) to 51 (worst). preset: x264's. threads: PyAV's name of what
     they share: "SLICE" encodes parts of one frame at once; "FRAME" several frames, which uses more cores and compresses
     a little better. lookahead: frames that x264 sees before it decides about one; they are encoded after the last frame
-    was given. None: as the preset has it; 20 is that of x264's preset fast, half of medium's.
+    was given. None: as the preset has it; 20 is that of x264's preset faster, half of medium's.
     """
 
     crf: int = 17

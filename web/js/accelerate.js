@@ -3,9 +3,9 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { addLauncher, distribute, giveBack, insert, remove, standIn, withdraw } from "./changes.js";
-import { ACCELERATE_VAE, encoded, encoders } from "./encoders.js";
+import { encoded, encoders } from "./encoders.js";
 import { SAMPLER, onAllGpus, samplersOf } from "./gpus.js";
-import { ACCELERATE, accelerated, counted, graphsOf, measured, plan, visible } from "./models.js";
+import { ACCELERATE, ACCELERATE_VAE, accelerated, counted, graphsOf, measured, plan, visible } from "./models.js";
 import { TO_VIDEO, replaced, streamed, videos } from "./videos.js";
 
 const OFFER = "WanCore.Accelerate.Offer";
@@ -32,17 +32,17 @@ function select(added) {
   app.canvas.selectItems([...new Set(shown)]);
 }
 
-const behind = (wires) => wires.map((one) => insert(one, ACCELERATE_VAE));
+const behind = ({ wires }) => wires.map((one) => insert(one, ACCELERATE_VAE));
 const told = (...lines) => lines.filter(Boolean).join(" ");
 
 function accelerate() {
   answer();
   const found = plan(root()), decoded = videos(root()), vaes = encoders(root());
-  const changes = found.wires.length + decoded.pairs.length + vaes.length;
+  const more = decoded.pairs.length + vaes.wires.length > 0, changes = found.wires.length > 0 || more;
   if (changes) {
     select(change(() => [...found.wires.map((one) => insert(one)), ...decoded.pairs.map(standIn), ...behind(vaes)]));
   }
-  say(changes ? "success" : found.there ? "info" : "warn", told(accelerated(found), streamed(decoded), encoded(vaes)));
+  say(changes ? "success" : found.there ? "info" : "warn", told(accelerated(found, more), streamed(decoded), encoded(vaes)));
 }
 
 function runOnAllGpus() {

@@ -9,6 +9,7 @@
 // - if what conditions the sampler is Wan's: a node Wan..., or the text encoder of the type wan, in front of it.
 // Everything else is left, and named: a model that is not known to be Wan, a sampler that is switched off.
 export const ACCELERATE = "WanCoreAccelerate";
+export const ACCELERATE_VAE = "WanCoreAccelerateVAE";
 export const NEVER = 2; // modes of a node: muted, and bypassed
 const BYPASS = 4;
 export const INSIDE = -10; // the origin of links that come into a subgraph
@@ -106,12 +107,16 @@ function leads(node, slot, isEnd) {
   });
 }
 
-// The node that makes what comes out at `at`: behind bypassed nodes, in subgraphs, behind the pair SetNode and GetNode.
-export function maker(at) {
-  for (let hops = 0; at && hops < 1000; hops++) {
+// What comes out at `at` on its way, from there to the node that makes it: through bypassed nodes, WanCore Accelerate
+// VAE, out of subgraphs, from GetNode to SetNode. Ends with null where nothing makes it.
+export function way(at) {
+  const nodes = [];
+  while (at && nodes.length < 1000) {
+    nodes.push(at);
     const { place, node, slot } = at;
-    if (node.mode === NEVER) return null;
-    if (node.mode === BYPASS) {
+    if (node.mode === NEVER) {
+      at = null;
+    } else if (node.mode === BYPASS || node.type === ACCELERATE_VAE) {
       const type = node.outputs[slot]?.type;
       const same = node.inputs[slot]?.type === type ? slot : node.inputs.findIndex((one) => one.type === type);
       at = place.origin(node, same);
@@ -123,11 +128,13 @@ export function maker(at) {
       const set = place.graph.nodes.find((one) => one.type === "SetNode" && one.widgets?.[0]?.value === name);
       at = set ? place.origin(set, 0) : null;
     } else {
-      return at;
+      return nodes;
     }
   }
-  return null;
+  return [...nodes, null];
 }
+
+export const maker = (at) => way(at).at(-1);
 
 // Whether a link may carry a MODEL. Switches and loops have slots of any type.
 const carries = (to, from) => to === "MODEL" || from === "MODEL" || (to === "*" && from === "*");
@@ -265,17 +272,19 @@ export function freePlace(nodes, beside, size) {
   return points.find((point) => !covers(point)) ?? [left, top];
 }
 
-// One line of what a click did.
-export function accelerated({ wires, left, there, off }) {
+// One line of what a click did. more: whether it did something else too.
+export function accelerated({ wires, left, there, off }, more = false) {
   const samplers = new Set(wires.flatMap((wire) => wire.samplers));
   const inside = new Set(wires.flatMap((wire) => (wire.inside ? [titleOf(wire.inside)] : [])));
   const where = inside.size ? ` in ${[...inside].join(", ")}` : "";
   const done = wires.length
     ? `${counted(wires.length, "node")} added${where}, before ${counted(samplers.size, "sampler")}. ` +
       "The video stays the same but for rounding; Ctrl+Z takes it back."
-    : there
-      ? "Nothing to add: it is there already."
-      : "Nothing to add: no Wan model was found on its way to a sampler.";
+    : more
+      ? "Ctrl+Z takes it back."
+      : there
+        ? "Nothing to add: it is there already."
+        : "Nothing to add: no Wan model was found on its way to a sampler.";
   const rest = [
     ...(there && wires.length ? [`${counted(there, "sampler")} with it before`] : []),
     ...left,

@@ -378,8 +378,9 @@ test("the offer says whether this card was measured", () => {
 });
 
 test("a Wan VAE gets its node for what encodes pictures for a sampler, in subgraphs too, once", () => {
-  const vae = (id, file) => [id, "VAELoader", {}, ["VAE"], { texts: [file] }];
+  const vae = (id, file, type = "VAELoader") => [id, type, {}, ["VAE"], { texts: [file] }];
   const encode = (id, from, type = "WanImageToVideo", more = {}) => [id, type, { vae: [...from, "VAE"] }, ["CONDITIONING", "LATENT"], more];
+  const faster = (id, from, more = {}) => [id, "WanCoreAccelerateVAE", { vae: [...from, "VAE"] }, ["VAE"], more];
   const made = encoders(graph([
     vae(1, "wan_2.1_vae.safetensors"),
     encode(2, [1, 0]),
@@ -389,11 +390,32 @@ test("a Wan VAE gets its node for what encodes pictures for a sampler, in subgra
     vae(7, "ltx_vae.safetensors"),
     encode(8, [7, 0]),
     encode(9, [1, 0], "LTXVImgToVideo"),
-    [10, "WanCoreAccelerateVAE", { vae: [1, 0, "VAE"] }, ["VAE"]],
+    faster(10, [1, 0]),
     encode(11, [10, 0]),
+    vae(12, "wan_2.1_vae.safetensors", "WanCoreVAELoader"),
+    encode(13, [12, 0], "WanCoreImageToVideo"),
+    faster(14, [1, 0], { mode: 4 }),
+    [15, "SetNode", { VAE: [14, 0, "VAE"] }, ["VAE"], { texts: ["vae"] }],
+    [16, "GetNode", {}, ["VAE"], { texts: ["vae"] }],
+    encode(17, [16, 0]),
   ]));
-  // The bypassed one shares the wire: it is as fast when it is switched on.
-  assert.deepEqual(made.map((wire) => [wire.node.id, wire.ends.map(([node]) => node.id)]), [[1, [2, 4, 5]]]);
-  assert.equal(encoded(made), "WanCore Accelerate VAE is behind VAELoader 1: equal frames are encoded once.");
-  assert.equal(encoded([]), "");
+  // The bypassed one (4) shares the wire: it is as fast when it is switched on.
+  assert.deepEqual(made.wires.map((wire) => [wire.node.id, wire.ends.map(([node]) => node.id)]), [[1, [2, 4, 5]]]);
+  assert.equal(encoded(made), "WanCore Accelerate VAE is behind VAELoader 1: equal frames are encoded once. " +
+    "Left: WanCoreAccelerateVAE 14 is there and bypassed.");
+  assert.equal(encoded(encoders(graph([]))), "");
+  const found = plan(graph([]));
+  assert.deepEqual([accelerated(found, true), accelerated(found)],
+    ["Ctrl+Z takes it back.", "Nothing to add: no Wan model was found on its way to a sampler."]);
+});
+
+test("WanCore Decode to Video is placed where WanCore Accelerate VAE is behind the loader", () => {
+  const { pairs } = videos(graph([
+    [1, "VAELoader", {}, ["VAE"], { texts: ["wan_2.1_vae.safetensors"] }],
+    [2, "WanCoreAccelerateVAE", { vae: [1, 0, "VAE"] }, ["VAE"]],
+    [3, "VAEDecode", { samples: "LATENT", vae: [2, 0, "VAE"] }, ["IMAGE"]],
+    [4, "CreateVideo", { images: [3, 0, "IMAGE"] }, ["VIDEO"]],
+    [5, "SaveVideo", { video: [4, 0, "VIDEO"] }, []],
+  ]));
+  assert.equal(pairs.length, 1);
 });
