@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from comfy import model_management, ops
+from comfy import model_management
 from torch import Tensor, nn
 
 from wan_core.checkpoint.layouts_vae import vae_config
@@ -32,7 +32,7 @@ PIXELS = 16  # of so many one is compared first, in either direction: all are, w
 
 def native_vae_config(vae: Any) -> VAEConfig | None:
     """The architecture of ComfyUI's VAE object; None: it is not Wan's, or a node changed how it encodes or decodes."""
-    from comfy import sd
+    from comfy import ops, sd
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
 
@@ -131,6 +131,8 @@ def _around(vae: Any, config: VAEConfig, part: str, rows: int, columns: int, bes
 
 def _borrow(module: nn.Module, native: Any, device: torch.device, dtype: torch.dtype, ends: ExitStack) -> None:
     """Give a layer the weights of ComfyUI's; until `ends`."""
+    from comfy import ops
+
     if isinstance(module, RMSNorm):
         module.gamma = _parameter(native.gamma.to(device, dtype))
     elif isinstance(module, (nn.Conv2d, nn.Conv3d)):

@@ -141,7 +141,7 @@ def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, begin: int,
     latents = vae.encode(video, chunk=chunk)
     skipped, count.frames = count.frames, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
+        patch.setattr("wan_core.models.vae.vae.still_since", lambda video: list(range(video.shape[2])))
         expected = vae.encode(video, chunk=chunk)
     assert torch.equal(latents, expected)
     assert count.frames == 61 and skipped <= 61 - (end - begin) + 12 + 8 * chunk
@@ -154,7 +154,7 @@ def test_pictures_that_stand_still_give_the_same_bits() -> None:
     pictures[:, 0] = torch.rand(96, 96, 3, generator=torch.Generator().manual_seed(0))
     latents = vae.encode(pictures.movedim(-1, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
+        patch.setattr("wan_core.models.vae.vae.still_since", lambda video: list(range(video.shape[2])))
         assert torch.equal(latents, vae.encode(pictures.movedim(-1, 1)))
 
 
@@ -274,7 +274,7 @@ def test_frames_that_stand_still_are_the_same_bits_on_a_gpu() -> None:
     video[:, :, 1:] = 0
     latents = vae.encode(video)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
+        patch.setattr("wan_core.models.vae.vae.still_since", lambda video: list(range(video.shape[2])))
         assert torch.equal(latents, vae.encode(video))
 
 
