@@ -107,8 +107,8 @@ function leads(node, slot, isEnd) {
   });
 }
 
-// What comes out at `at` on its way, from there to the node that makes it: through bypassed nodes, WanCore Accelerate
-// VAE, out of subgraphs, from GetNode to SetNode. Ends with null where nothing makes it.
+// What comes out at `at` on its way, from there to the node that makes it: through bypassed nodes, Reroute, WanCore
+// Accelerate VAE, out of subgraphs, from GetNode to SetNode. Ends with null where nothing makes it.
 export function way(at) {
   const nodes = [];
   while (at && nodes.length < 1000) {
@@ -120,6 +120,8 @@ export function way(at) {
       const type = node.outputs[slot]?.type;
       const same = node.inputs[slot]?.type === type ? slot : node.inputs.findIndex((one) => one.type === type);
       at = place.origin(node, same);
+    } else if (node.type === "Reroute") {
+      at = place.origin(node, 0);
     } else if (node.subgraph) {
       const inner = place.inner.get(node);
       at = inner.begin(node.subgraph.getLink(node.subgraph.outputs[slot]?.linkIds?.[0]));

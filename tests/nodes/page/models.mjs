@@ -398,10 +398,12 @@ test("a Wan VAE gets its node for what encodes pictures for a sampler, in subgra
     [15, "SetNode", { VAE: [14, 0, "VAE"] }, ["VAE"], { texts: ["vae"] }],
     [16, "GetNode", {}, ["VAE"], { texts: ["vae"] }],
     encode(17, [16, 0]),
+    [18, "Reroute", { "": [1, 0, "*"] }, ["VAE"]],
+    encode(19, [18, 0]),
   ]));
   // The bypassed one (4) shares the wire: it is as fast when it is switched on.
-  assert.deepEqual(made.wires.map((wire) => [wire.node.id, wire.ends.map(([node]) => node.id)]), [[1, [2, 4, 5]]]);
-  assert.equal(encoded(made), "WanCore Accelerate VAE is behind VAELoader 1: equal frames are encoded once. " +
+  assert.deepEqual(made.wires.map((wire) => [wire.node.id, wire.ends.map(([node]) => node.id)]), [[1, [2, 4, 5]], [18, [19]]]);
+  assert.equal(encoded(made), "WanCore Accelerate VAE is behind VAELoader 1, Reroute 18: equal frames are encoded once. " +
     "Left: WanCoreAccelerateVAE 14 is there and bypassed.");
   assert.equal(encoded(encoders(graph([]))), "");
   const found = plan(graph([]));
