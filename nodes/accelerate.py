@@ -105,7 +105,7 @@ class WanCoreAccelerate(io.ComfyNode):
 
 
 class WanCoreAccelerateVAE(io.ComfyNode):
-    """A VAE of ComfyUI, with a faster encoder."""
+    """A VAE of ComfyUI that encodes equal frames once."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -30,17 +30,15 @@ from .progress import check_interruption
 PIXELS = 16  # of so many one is compared first, in either direction: all are, where these are equal
 
 
-def native_vae_config(vae: Any) -> VAEConfig | None:
-    """The architecture of ComfyUI's VAE object; None: it is not Wan's, or a node changed how it encodes or decodes."""
+def native_vae_config(vae: Any, method: str = "decode") -> VAEConfig | None:
+    """The architecture of ComfyUI's VAE object; None: it is not Wan's, or a node changed its `method`."""
     from comfy import ops, sd
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
 
     model = getattr(vae, "first_stage_model", None)
     own = type(vae) in (sd.VAE, still_vae()) and type(model) in (wan21.WanVAE, wan22.WanVAE)
-    if not own or not {"encode", "decode"}.isdisjoint((*vars(vae), *vars(model))):
-        return None
-    if not hasattr(ops, "uncast_bias_weight"):
+    if not own or method in vars(vae) or method in vars(model) or not hasattr(ops, "uncast_bias_weight"):
         return None
     try:
         return vae_config({name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, {})
@@ -60,7 +58,7 @@ def with_still_frames(vae: Any) -> Any:
     """A copy of ComfyUI's VAE object, around the same model, that encodes equal frames once. `vae` itself where it is
     not Wan's, or ComfyUI is older than 0.33."""
     newer = hasattr(vae, "vae_output_dtype") and hasattr(model_management, "raise_non_oom")
-    if not newer or native_vae_config(vae) is None:
+    if not newer or native_vae_config(vae, "encode") is None:
         return vae
     faster = copy(vae)
     faster.__class__ = still_vae()
@@ -83,7 +81,7 @@ def still_vae() -> type[Any]:
 def _encode(vae: Any, pixels: Tensor) -> Tensor | None:
     """What ComfyUI's `VAE.encode` returns for the frames [F, H, W, C] of a video, in 0..1, of which some are equal to
     the one before. None where ComfyUI computes it: other shapes, no such frame, or too little memory."""
-    config = native_vae_config(vae)
+    config = native_vae_config(vae, "encode")
     video = vae.vae_encode_crop_pixels(pixels).movedim(-1, 0)[None]
     if config is None or pixels.ndim != 4 or video.shape[1] != 3 or len(pixels) % config.temporal_stride != 1:
         return None

@@ -15,11 +15,8 @@ function connect(graph, from, slot, to, at, reroute) {
 }
 
 export function insert({ graph, node, slot, ends }, type = ACCELERATE) {
-  const added = LiteGraph.createNode(type);
-  graph.add(added);
-  if (type === ACCELERATE) added.setSize([Math.max(added.size[0], SIZE[0]), Math.max(added.size[1], SIZE[1])]);
-  added.pos = freePlace(graph.nodes.filter((one) => one !== added), ends[0][0], added.size);
   const [first, at] = ends[0]; // its link may go through reroutes: they stay
+  const added = add(graph, type, first);
   const reroute = linkInto(graph, first, at)?.parentId;
   node.connect(slot, added, 0, reroute);
   for (const [target, input] of ends) added.connect(0, target, input);
@@ -44,6 +41,7 @@ function handOver(graph, from, to) {
 function add(graph, type, beside) {
   const added = LiteGraph.createNode(type);
   graph.add(added);
+  if (type === ACCELERATE) added.setSize([Math.max(added.size[0], SIZE[0]), Math.max(added.size[1], SIZE[1])]);
   added.pos = freePlace(graph.nodes.filter((one) => one !== added), beside, added.size);
   return added;
 }
