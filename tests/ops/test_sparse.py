@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.sparse_attention import drawn, known_of, random_route, route, whole_block_kernel
@@ -91,6 +91,7 @@ def test_neighbours_in_time_are_forced() -> None:
 
 @few
 @given(GRIDS, st.sampled_from([4, 8, 16]), SEEDS, st.floats(0.05, 1))
+@example(grid=(1, 3, 3), block=8, seed=0, keep=0.5)  # a block of one token, whose score is as low as any
 def test_a_route_keeps_what_it_must(grid: tuple[int, int, int], block: int, seed: int, keep: float) -> None:
     tiles = make_tiles(grid, block, CPU)
     rule = Rule(keep)

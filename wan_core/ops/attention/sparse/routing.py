@@ -96,8 +96,9 @@ def choose(scores: Tensor, rule: Rule, forced: Tensor, sizes: Tensor) -> Route:
     count = scores.shape[-1]
     weight = scores + sizes.log()  # of the whole block
     share = weight.softmax(-1)
+    # A share is at most 1, so that of a sink with its bonus at most 2: less than any forced block has.
     sinks = share.mean(2, keepdim=True).topk(min(SINKS, count), dim=-1).indices
-    bonus = (2 * forced.to(share.dtype)).expand(share.shape[0], share.shape[1], -1, -1)
+    bonus = (3 * forced.to(share.dtype)).expand(share.shape[0], share.shape[1], -1, -1)
     ranked = (share + bonus).scatter_add(
         -1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS])
     )
