@@ -34,7 +34,7 @@ class WanCoreTextEncode(io.ComfyNode):
             "WanCore Text Encode",
             aliases="wan prompt, clip text encode, negative prompt",
             shows_text=True,
-            description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
+            description="Encodes both prompts in one pass. The same two never run the encoder twice.",
             inputs=[
                 CLIP,
                 io.String.Input(

@@ -219,13 +219,14 @@ class TextEncoder(nn.Module):
 
 
 class PromptCache:
-    """The rows of the last `limit` prompts of one encoder, and of all of the last `encode`, on the CPU: at most 4 MB
-    each for UMT5-XXL in bf16."""
+    """The rows of the newest prompts of one encoder, about `limit`, on the CPU: at most 4 MB each for UMT5-XXL in bf16.
+
+    They are kept by batch. A prompt's rows are rounded in another way alone or beside other prompts: taken from another
+    batch, a video would depend on the prompts that this process has encoded before."""
 
     def __init__(self, limit: int = 64) -> None:
         self.limit = limit
-        self._rows: OrderedDict[str, Tensor] = OrderedDict()
-        self._counts: dict[str, TokenCount] = {}
+        self._batches: OrderedDict[tuple[str, ...], dict[str, tuple[Tensor, TokenCount]]] = OrderedDict()
 
     def encode(
         self,
@@ -234,24 +235,27 @@ class PromptCache:
     ) -> list[Tensor]:
         """Rows [1, L, dim] of each prompt, L its own length.
 
-        `read`, such as `TextEncoder.read`, is called only if a prompt is new, with all new ones.
+        `read`, such as `TextEncoder.read`, is called with each prompt once, unless these were encoded together before.
         """
-        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._rows]
-        if missing:
-            for prompt, rows, count in zip(missing, *read(missing), strict=True):
-                self._rows[prompt] = rows[None, : count.read].to("cpu", copy=True)
-                self._counts[prompt] = count
-        encoded = [self._rows[prompt] for prompt in prompts]
-        for prompt in prompts:
-            self._rows.move_to_end(prompt)
-        while len(self._rows) > max(self.limit, len(set(prompts))):
-            del self._counts[self._rows.popitem(last=False)[0]]
-        return encoded
+        batch = tuple(dict.fromkeys(prompts))
+        if batch not in self._batches:
+            self._batches[batch] = {
+                prompt: (rows[None, : count.read].to("cpu", copy=True), count)
+                for prompt, rows, count in zip(batch, *read(batch), strict=True)
+            }
+        self._batches.move_to_end(batch)
+        while len(self._batches) > 1 and sum(map(len, self._batches)) > self.limit:
+            self._batches.popitem(last=False)
+        return [self._newest[prompt][0] for prompt in prompts]
+
+    @property
+    def _newest(self) -> dict[str, tuple[Tensor, TokenCount]]:
+        return next(reversed(self._batches.values()))
 
     def count(self, prompt: str) -> TokenCount:
         """The tokens of a prompt of the last `encode`."""
-        return self._counts[prompt]
+        return self._newest[prompt][1]
 
     def notes(self, prompt: str, name: str = "prompt") -> list[str]:
         """What the user should know of how a prompt of the last `encode` was read, which is called `name`."""
-        return prompt_notes(name, prompt, self._counts[prompt])
+        return prompt_notes(name, prompt, self.count(prompt))
