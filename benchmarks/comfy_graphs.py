@@ -160,7 +160,7 @@ def our_graph(job: Job, attention: str = "auto", devices: str | None = None, **s
     links = {"model": [last, 0], "positive": ["image", 0], "negative": ["image", 1], "latent": ["image", 2]}
     graph["samplers"] = node("WanCoreSampler", **steps, **guidance, **links, **sampler)
     links = {"vae": ["loaders.vae", 0], "latent": ["samplers", 0]}
-    graph["decode"] = node("WanCoreDecodeToVideo", **links, fps=16.0, encoder="as Save Video")
+    graph["decode"] = node("WanCoreDecodeToVideo", **links, fps=16.0, encoder="all cores")
     return graph | {"save": save_video(["decode", 0], "ours")}
 
 

@@ -80,7 +80,8 @@ FOUR_STEPS = Table(
 )
 TABLES = {
     "four-steps": replace(FOUR_STEPS, result="everyday-on-h200"),
-    "click": replace(FOUR_STEPS, result="everyday-click-h100"),
+    "click": replace(FOUR_STEPS, result="everyday-click-h200"),
+    "four-steps-720": replace(FOUR_STEPS, result="everyday-on720-h200"),
     "fresh": Table(
         result="everyday-fresh-h200",
         columns=f"name seconds spread runs text image {PHASES}",
@@ -305,12 +306,28 @@ class Gain:
 
 NATIVE, INT8 = f"{FIRST_SEED}native", f"{FIRST_SEED}native, comfy kitchen attention"
 GUIDED = {"result": "everyday-off-h200", "before": "off: native, comfy kitchen attention"}
+FRESH, CLICKED = "on, new prompt and picture: ", "native, accelerated, auto"
 GAINS = (
     Gain(
         text=("four steps, **one click** in ComfyUI's workflow", "4 步，在 ComfyUI 的工作流中**点一下**"),
         video=EXACT,
+        result="everyday-click-h200",
         before=NATIVE,
-        after=f"{FIRST_SEED}native, accelerated, auto",
+        after=FIRST_SEED + CLICKED,
+    ),
+    Gain(
+        text=("the same, with a new prompt and picture", "同上，用新的提示词和图片"),
+        video=EXACT,
+        result="everyday-fresh-h200",
+        before=f"{FRESH}native",
+        after=FRESH + CLICKED,
+    ),
+    Gain(
+        text=("one click at 1280x720; two runs", "点一下，1280x720；运行两次"),
+        video=EXACT,
+        result="everyday-on720-h200",
+        before=NATIVE,
+        after=FIRST_SEED + CLICKED,
     ),
     Gain(
         text=("four steps, WanCore's nodes", "4 步，WanCore 的节点"),
