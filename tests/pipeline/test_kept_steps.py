@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from wan_core.cli import generate, main
-from wan_core.config import MagCacheOptions, Request, SkipOptions
+from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions
+from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.pipeline import kept_steps
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Watch
@@ -55,6 +56,21 @@ def test_a_run_that_was_lost_goes_on(pipe: Pipeline, tmp_path: Path, more: dict[
     assert 0 < begin <= lost and steps == list(range(begin, len(whole.plan.steps)))
     assert begin == lost or (any(step.skipped for step in whole.plan.steps) and begin in changes)
     assert f"an earlier run made the first {begin} of {len(whole.plan.steps)} steps" in again.report.notes
+
+
+@pytest.mark.parametrize("lost", [1, 4, 6])
+def test_scales_of_earlier_steps_are_not_left_out(lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With delayed FP8 a run goes on from the first step of an expert, whose scales are new there."""
+    on_cpu = replace(SCHEMES["te-delayed"], why_not=lambda device: None)  # the recipe's arithmetic on a CPU
+    monkeypatch.setitem(SCHEMES, "te-delayed", on_cpu)
+    pipe, request = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision="te-delayed")), Request(**SIZE)
+    whole = pipe.generate(request)
+    with pytest.raises(ConnectionError):
+        pipe.generate(request, replace(lost_at(lost), keep_clips=tmp_path))
+    steps: list[int] = []
+    again = pipe.generate(request, Watch(step=lambda done, _: steps.append(done.step.index), keep_clips=tmp_path))
+    assert torch.equal(again.latents, whole.latents)
+    assert steps[0] == max(phase[0].index for phase in whole.plan.phases if phase[0].index <= lost)
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"shift": 4.0}, {"prompt": "a blue square"}, {"guidance_high": 2.0}])

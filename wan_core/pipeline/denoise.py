@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wan_core.execution.optimize import begin_run
+from wan_core.execution.optimize import DelayedScales, begin_run
 from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.model import WanModel
@@ -89,6 +89,7 @@ def sample_latents(
     """
     checks = checks or BlockChecks()
     clock, forwards = StepClock(report), 0
+    timed = Timed(owner, clock)
 
     def note(progress: Progress) -> None:
         nonlocal forwards
@@ -96,7 +97,7 @@ def sample_latents(
         clock.step(progress.step.expert, progress.forwards, progress.step.cost)
         if kept is not None and stretch is None:
             assert progress.latents is not None
-            kept.keep(plan, Reached(progress.step.index + 1, progress.latents, integrator.history))
+            kept.keep(plan, Reached(progress.step.index + 1, progress.latents, integrator.history), timed.scales)
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
@@ -114,7 +115,7 @@ def sample_latents(
     integrator = Integrator(walked, history if reached is None else reached.history, step_noise, solver)
     x = denoise(
         walked,
-        Timed(owner, clock),
+        timed,
         conditioning,
         noise,
         branching=branching_over(ranks, checks, plan.batched),
@@ -136,15 +137,17 @@ def sample_latents(
 
 
 class Timed:
-    """`owner`, which begins a run of an expert when it is acquired, clean of the run before, and times its steps."""
+    """`owner`, which begins a run of an expert when it is acquired, clean of the run before, and times its steps.
+    scales: whether the expert takes some from one forward to the next (delayed FP8)."""
 
     def __init__(self, owner: Owner, clock: StepClock) -> None:
-        self.owner, self.clock = owner, clock
+        self.owner, self.clock, self.scales = owner, clock, False
         self.relieve = owner.relieve
 
     def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
         model = self.owner.acquire(expert, loras)
         begin_run(model)
+        self.scales = model.runners.find(DelayedScales) is not None
         self.clock.begin()
         return model
 

@@ -81,9 +81,10 @@ class KeptLatents:
             return None
         return Reached.unpack(tensor, numbers)
 
-    def keep(self, plan: Plan, reached: Reached) -> None:
-        """After a step, where it is time. Where that is not possible, a warning says so, once."""
-        if time.monotonic() - self.written < SECONDS or not can_begin_at(plan, reached.index):
+    def keep(self, plan: Plan, reached: Reached, scales: bool) -> None:
+        """After a step, where it is time. Where that is not possible, a warning says so, once. scales: see
+        `can_begin_at`."""
+        if time.monotonic() - self.written < SECONDS or not can_begin_at(plan, reached.index, scales):
             return
         self.written = time.monotonic() if self.write(reached) else float("inf")
 
@@ -99,12 +100,15 @@ class KeptLatents:
         return failed is None
 
 
-def can_begin_at(plan: Plan, index: int) -> bool:
-    """Whether the steps from `index` on need nothing but the noisy sample and the solver's history."""
+def can_begin_at(plan: Plan, index: int, scales: bool = False) -> bool:
+    """Whether the steps from `index` on need nothing but the noisy sample and the solver's history. scales: the model
+    takes some from one forward of a phase to the next."""
     if not 0 < index < len(plan.steps):
         return False
     phase = next(phase for phase in plan.phases if phase[0].index <= index <= phase[-1].index)
-    return phase[0].index == index or not any(step.passes or (step.index >= index and step.skipped) for step in phase)
+    return phase[0].index == index or not (
+        scales or any(step.passes or (step.index >= index and step.skipped) for step in phase)
+    )
 
 
 def reached_of_all(
