@@ -150,6 +150,21 @@ def test_lycoris_forms_equal_its_own_code(form):
             torch.testing.assert_close(net.get_parameter(f"{module}.weight").data, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_dora_beside_another_lora_is_the_same_attached_as_merged(first: bool) -> None:
+    torch.manual_seed(5)
+    module = "blocks.2.ffn.0"
+    n, k = shapes()[f"{module}.weight"]
+    dora, other = kohya(module, **FORMS["DoRA"](n, k)), lora_of([module, LINEARS[0]], 7, scale=1.0)
+    loras = [wanted(dora, 0.6, "a"), wanted(other, -0.8, "b")][:: 1 if first else -1]
+    merged, beside = model(), model()
+    put_on(merged, loras, "merge")
+    put_on(beside, loras, "attach")
+    torch.testing.assert_close(output(beside), output(merged), atol=1e-5, rtol=1e-4)
+    put_on(beside, [], "attach")
+    assert torch.equal(output(beside), output(model()))
+
+
 def test_differences_reach_weights_biases_norms_and_modulation():
     torch.manual_seed(3)
     names = {

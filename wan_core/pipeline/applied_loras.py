@@ -4,8 +4,8 @@ merged    the sums are computed while parameters are read (`wan_core.checkpoint.
           write the parameters that change again, in place: read from the file, summed and encoded as when the model was
           loaded. So nothing is kept of what was there before, and addresses stay as they are (compiled blocks go
           on)
-attached  matrices of low rank beside the linears (`wan_core.ops.quant.linear`); what cannot be attached is summed into
-          its parameter in place, and what was there is kept on the host
+attached  matrices of low rank beside the linears (`wan_core.ops.quant.linear`); where one cannot be attached, all that
+          change its parameter are summed into it in place, and what was there is kept on the host
 
 Without LoRAs every bit is that of a model that never had one. Who holds a model holds its `ModelLoras` beside it.
 """
@@ -175,19 +175,22 @@ class AttachedLoras:
 
     def _put_on(self, model: WanModel, wanted: Sequence[Wanted]) -> None:
         pairs: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-        linears = attachable(model.config)
+        linears = {f"{name}.weight" for name in attachable(model.config)}
         dtype = model.patch_embedding.weight.dtype
+        listed: dict[str, list[tuple[int, Change]]] = {}
         for which, one in enumerate(wanted):
             for name, changes in one.lora.changes.items():
-                module = name.removesuffix(".weight")
-                for change in changes:
-                    pair = change.low_rank(self.device) if module in linears and name != module else None
-                    if pair is None:
-                        self.patched.setdefault(name, []).append((which, change))
-                    else:
-                        # All wait here: in float32 they need twice the room.
-                        up, down = (side.to(dtype) for side in pair)
-                        pairs.setdefault(module, []).append((which, up, down))
+                listed.setdefault(name, []).extend((which, change) for change in changes)
+        for name, several in listed.items():
+            if name not in linears or not all(change.has_low_rank for _, change in several):
+                self.patched[name] = several  # together: DoRA divides by the lengths of rows that others have changed
+                continue
+            for which, change in several:
+                pair = change.low_rank(self.device)
+                assert pair is not None
+                # All wait here: in float32 they need twice the room.
+                up, down = (side.to(dtype) for side in pair)
+                pairs.setdefault(name.removesuffix(".weight"), []).append((which, up, down))
         for module, several in pairs.items():
             ranks = tuple((which, up.shape[1]) for which, up, _ in several)
             if ranks not in self.strengths:
