@@ -4,6 +4,9 @@ ComfyUI computes norms, modulation, gates and rotation one by one, and each read
 the passes of `wan_core.ops.kernels.fused`, in the place of a block by ComfyUI's hook `patches_replace`. Modules with
 weights are called as ComfyUI calls them: it alone knows where weights are and what is patched into them.
 
+A newer ComfyUI may compute something else in a block of the same name: the first block of a run is computed both ways
+for a few tokens, and if the results differ, all blocks are ComfyUI's.
+
 Legend: B batch, L tokens, C channels, H heads, D head dim, F rows of modulation (frames with their own timestep, or 1).
 """
 
@@ -25,6 +28,10 @@ from wan_core.sampling.native.run import NativeRun
 MODELS = ("WanModel", "CameraWanModel")  # all that their blocks get beside the image's rows is in `ARGUMENTS`
 ARGUMENTS = {"img", "txt", "vec", "pe", "transformer_options"}
 OUTSIDE = {"double_block"}  # patches that run between blocks. All others, and those to come, may be read by a block
+TRIED = 512  # tokens that are computed both ways
+CHANGE, TOKEN = 0.1, 2**-7  # by how much both ways may differ, of what a block changes and of its tokens: rounding
+PASSES = "norms, gates and rotations by"
+FUSED, NOT_FUSED = f"{PASSES} WanCore", f"{PASSES} ComfyUI, whose blocks are others than those that WanCore knows"
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 """The arguments of a block -> {"img": its tokens}."""
 
@@ -78,7 +85,10 @@ class FusedForward:
             return original(args)
         rope = self.table[1] if self.table[0] is args["pe"] else args["pe"][0, ..., 0].contiguous()  # cos and sin
         self.table = args["pe"], rope
-        self.run.note("norms, gates and rotations by WanCore")
+        if FUSED not in self.run.notes and NOT_FUSED not in self.run.notes:
+            self.run.note(FUSED if agrees(block, original, args, rope, self.image_rows) else NOT_FUSED)
+        if NOT_FUSED in self.run.notes:
+            return original(args)
         return {"img": fused_block(block, args, rope, self.image_rows)}
 
 
@@ -106,6 +116,19 @@ def fits(args: Mapping[str, Any]) -> bool:
     rows = e.shape[1] if e.ndim == 4 else 1
     shared = len(e) == len(x) and x.shape[1] % rows == 0 and (rows == 1 or x.shape[1] // rows >= 8)
     return shared and pe.shape[:3] == (1, x.shape[1], 1) and pe.dtype == torch.float32
+
+
+def agrees(block: Any, original: Run, args: dict[str, Any], rope: Tensor, image_rows: int | None) -> bool:
+    """Whether `fused_block` gives what `original` does, but for rounding, for some tokens of the first row of
+    modulation. Attention is ComfyUI's in both."""
+    x, e, options = args["img"], args["vec"], dict(args["transformer_options"])
+    tried = min(TRIED, x.shape[1] // (e.shape[1] if e.ndim == 4 else 1))
+    options.pop("optimized_attention_override", None)  # which counts its calls
+    some = {"img": x[:, :tried], "vec": e[:, :1] if e.ndim == 4 else e, "pe": args["pe"][:, :tried]}
+    args = {**args, **some, "transformer_options": options}
+    theirs, ours = original(args)["img"].float(), fused_block(block, args, rope[:tried], image_rows).float()
+    x = some["img"].float()
+    return bool((ours - theirs).norm() <= CHANGE * (theirs - x).norm() + TOKEN * x.norm())
 
 
 def fused_block(block: Any, args: Mapping[str, Any], rope: Tensor, image_rows: int | None) -> Tensor:

@@ -35,7 +35,9 @@ class World:
         own = {name: overwriting(getattr(fused, name)) for name in ("head_norm", "residual", "residual_norm")}
         self.blocks.fused = types.SimpleNamespace(norm=fused.norm, **own)
         self.real, self.blocks.fused_block = vars(self.blocks).get("real", self.blocks.fused_block), self.counted
-        self.blocks.real = self.real  # the checks of a module share it
+        self.agrees = vars(self.blocks).get("real_agrees", self.blocks.agrees)
+        self.blocks.real, self.blocks.real_agrees = self.real, self.agrees  # the checks of a module share them
+        self.blocks.agrees = lambda *_: True  # what it computes is not counted
 
     def counted(self, *args: Any) -> Any:
         self.fused += 1
@@ -152,9 +154,13 @@ def results(it: Any, block: Any, args: dict[str, Any], dtype: Any, device: str =
     def native(block: Any, wide: Any) -> Any:
         return block(*(args[name].to(wide) for name in ("img", "vec")), pe, args["txt"].to(wide), 7)
 
+    def original(args: dict[str, Any]) -> dict[str, Any]:
+        return {"img": block(args["img"], args["vec"], args["pe"], args["txt"], 7)}
+
     with torch.inference_mode():
-        assert it.blocks.fits(args), dtype
-        theirs, ours = native(block, dtype), it.real(block, args, pe[0, ..., 0].contiguous(), 7)
+        rope = pe[0, ..., 0].contiguous()
+        assert it.blocks.fits(args) and it.agrees(block, original, args, rope, 7), dtype
+        theirs, ours = native(block, dtype), it.real(block, args, rope, 7)
         assert (args["img"] == before).all() and ours.dtype == dtype
         return ours.float(), theirs.float(), native(block.float(), torch.float32)
 
@@ -236,6 +242,25 @@ def check_changed_blocks(it: World) -> None:
             it.same(tiny("WAN21_T2V"), 0, SIGMAS, what=kind)
         finally:
             kind.forward = real
+
+
+def check_blocks_of_a_newer_comfyui(it: World) -> None:
+    """Blocks of the same names that compute something else are ComfyUI's."""
+    import comfy.ldm.wan.model as wan
+
+    it.blocks.agrees = it.agrees
+    kind, real = wan.WanAttentionBlock, wan.WanAttentionBlock.forward
+    kind.older = real
+    newer = types.FunctionType((lambda self, *args, **kwargs: 1.5 * self.older(*args, **kwargs)).__code__, vars(wan))
+    model = tiny("WAN21_T2V")
+    it.same(model, 10, SIGMAS)  # of one of the nine some tokens are computed before
+    kind.forward = newer
+    try:
+        expected, it.fused = sample(model, SIGMAS), 0
+        assert error(sample(it(model), SIGMAS), expected) <= SAME and it.fused == 1
+        assert it.blocks.NOT_FUSED in it.said[-1] and WORDS not in it.said[-1], it.said[-1]
+    finally:
+        kind.forward = real
 
 
 def check_replaced_blocks(it: World) -> None:
