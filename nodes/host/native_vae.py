@@ -40,10 +40,15 @@ def native_vae_config(vae: Any, method: str = "decode") -> VAEConfig | None:
     own = type(vae) in (sd.VAE, still_vae()) and type(model) in (wan21.WanVAE, wan22.WanVAE)
     if not own or method in vars(vae) or method in vars(model) or not hasattr(ops, "uncast_bias_weight"):
         return None
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
     try:
-        return vae_config({name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, {})
+        config = vae_config(shapes, {})
     except ValueError:  # other layers, or more channels than colours
         return None
+    with torch.device("meta"):
+        ours = VideoVAE(config)
+    same = shapes == {name: tensor.shape for name, tensor in ours.named_parameters()}
+    return config if same else None  # layers of the same names that compute something else, or more channels again
 
 
 def decode_native_to(
@@ -71,9 +76,10 @@ def still_vae() -> type[Any]:
     from comfy import sd
 
     class StillVAE(sd.VAE):
-        def encode(self, pixel_samples: Tensor) -> Tensor:
-            latents = _encode(self, pixel_samples)
-            return super().encode(pixel_samples) if latents is None else latents
+        def encode(self, pixel_samples: Tensor, *more: Any, **named: Any) -> Tensor:
+            as_video = not more and not named and not self.not_video and self.format_encoded is None
+            latents = _encode(self, pixel_samples) if as_video else None
+            return super().encode(pixel_samples, *more, **named) if latents is None else latents
 
     return StillVAE
 

@@ -169,3 +169,36 @@ def check_still_frames_left_to_comfyui(it: World) -> None:
         assert (faster.encode(pixels) - native).abs().max() <= 1e-5 * native.abs().max()
     for left in (None, vae.patcher, it.host.with_still_frames(vae)):
         assert it.host.with_still_frames(left) is left
+
+
+def check_pictures_that_are_no_video(it: World) -> None:
+    """A batch of pictures, by the attribute or by the argument of a newer ComfyUI, is encoded one by one."""
+    import torch
+    from comfy import sd
+
+    vae = random_vae("2.1", torch.float32, torch.float32)
+    faster, pictures, real = it.host.with_still_frames(vae), torch.full((5, 16, 16, 3), 0.25), sd.VAE.encode
+
+    def newer(self: Any, pixel_samples: Any, not_video: bool | None = None) -> Any:
+        self.not_video = bool(not_video)
+        return real(self, pixel_samples)
+
+    with torch.inference_mode():
+        faster.not_video = True
+        one_by_one = faster.encode(pictures)
+        faster.not_video, sd.VAE.encode = False, newer
+        try:
+            assert torch.equal(faster.encode(pictures, not_video=True), one_by_one) and len(one_by_one) == 5
+        finally:
+            sd.VAE.encode = real
+
+
+def check_more_colours(it: World) -> None:
+    """A VAE that makes pictures of twice the size, 12 colours of a pixel, is ComfyUI's."""
+    import torch
+    from comfy.sd import VAE
+
+    state = random_vae("2.1", torch.float32, torch.float32).get_sd()
+    assert it.host.native_vae_config(VAE(sd=dict(state))) is not None
+    twice = VAE(sd={name: torch.cat([one] * 4) if "decoder.head.2" in name else one for name, one in state.items()})
+    assert it.host.native_vae_config(twice) is None and it.host.with_still_frames(twice) is twice
