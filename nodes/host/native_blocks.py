@@ -121,8 +121,8 @@ def fits(args: Mapping[str, Any]) -> bool:
 
 @cache
 def is_known(*_: Any) -> bool:
-    """Whether `fused_block` gives what a block of this ComfyUI does, for a tiny one with random weights. Arguments: what
-    another node may replace in the meantime."""
+    """Whether `fused_block` gives what a block of this ComfyUI does, for a tiny one with random weights. Arguments:
+    what another node may replace in the meantime."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     operations = {"operations": ops.disable_weight_init, "device": torch.device("cpu"), "dtype": torch.float32}
     angles = draw(1, 8, 1, 4)
@@ -136,7 +136,7 @@ def is_known(*_: Any) -> bool:
             weight.data = draw(weight.shape)
         theirs = block(args["img"], args["vec"], args["pe"], args["txt"], transformer_options=options)
         ours = fused_block(block, args, rotations[0, ..., 0].contiguous(), None)
-    except Exception as fault:  # whatever a newer ComfyUI, or a node's attention on a CPU, may raise
+    except Exception as fault:  # noqa: BLE001 a newer ComfyUI, or a node's attention on a CPU, may raise anything
         log.info("WanCore: the blocks of this ComfyUI stay its own (%r)", fault)
         return False
     return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
