@@ -145,7 +145,7 @@ class VideoInputs:
 
     def encode(self, video: Tensor) -> Tensor:
         """[1, 3, F, H, W] in -1..1 -> latents."""
-        return self.vae.encode(video_to_pixels(video))
+        return host.with_still_frames(self.vae).encode(video_to_pixels(video))
 
     def latent(self, references: int = 0, batch: int = 1) -> dict[str, Any]:
         """The empty LATENT, with latent frames of so many references before the video."""

@@ -4,6 +4,7 @@ WanCore's decoder around their weights. `native_checks` runs its checks.
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
@@ -191,6 +192,25 @@ def check_pictures_that_are_no_video(it: World) -> None:
             assert torch.equal(faster.encode(pictures, not_video=True), one_by_one) and len(one_by_one) == 5
         finally:
             sd.VAE.encode = real
+
+
+def check_pictures_of_our_nodes(it: World) -> None:
+    """WanCore's own nodes encode a picture with ComfyUI's VAE so."""
+    import torch
+    from comfy.ldm.wan.vae import WanVAE
+
+    inputs = importlib.import_module("pack.nodes.video_inputs")
+    vae, real, calls = random_vae("2.1", torch.float32, torch.float32), WanVAE.encode, []
+    video = inputs.VideoInputs(positive=[], negative=[], vae=vae, width=16, height=16, frames=9)
+    clip = torch.zeros(1, 3, 9, 16, 16)
+    clip[:, :, 0] = 0.5
+    with torch.inference_mode():
+        expected = vae.encode(inputs.video_to_pixels(clip))
+        WanVAE.encode = lambda *args: calls.append(1) or real(*args)
+        try:
+            assert (video.encode(clip) - expected).abs().max() <= 1e-5 * expected.abs().max() and not calls
+        finally:
+            WanVAE.encode = real
 
 
 def check_more_colours(it: World) -> None:
