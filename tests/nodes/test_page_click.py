@@ -17,7 +17,7 @@ from benchmarks.templates.our_sampler import SAMPLERS
 from benchmarks.templates.run import Templates, observed
 from tests.browser import Browser, find_browser, front_end, page_of
 from tests.comfyui import find_newer_comfyui
-from tests.nodes.test_page import LOAD, RUN, toasted
+from tests.nodes.test_page import LOAD, NEST, RUN, toasted
 from tests.nodes.test_workflows import on_cpu_workers
 from wan_core.media.video import read_video
 
@@ -146,6 +146,21 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
     page.script(COMMAND, "WanCore.Accelerate")
     page.script(COMMAND, "WanCore.TakeOut")
     assert page.script(STATE) == before and page.script(PROMPT) == plain
+
+
+def test_what_cannot_be_taken_out_of_its_subgraph_is_said(page: Browser, templates: Templates) -> None:
+    """A subgraph has no wire from one of its ends to another."""
+    page.script("toasts.length = 0")
+    page.script(LOAD, templates.workflow("video_wan2_2_14B_flf2v"), "nested")
+    plain = page.script(PROMPT)
+    page.script(COMMAND, "WanCore.Accelerate")
+    for kind in ("WanCoreAccelerate", "WanCoreAccelerateVAE", "WanCoreDecodeToVideo"):
+        page.script(NEST, [kind])
+    page.script(COMMAND, "WanCore.TakeOut")
+    assert toasted(page, "is bypassed: its subgraph has nothing else")
+    assert toasted(page, "WanCore Decode to Video stays")
+    left, kinds = page.script(PROMPT), (*SAMPLERS, "WanFirstLastFrameToVideo")
+    assert all(left[name] == one for name, one in plain.items() if one["class_type"] in kinds)
 
 
 @pytest.mark.parametrize("name", CLICKS)

@@ -5,7 +5,9 @@ import { app } from "../../../scripts/app.js";
 import { addLauncher, distribute, giveBack, insert, remove, standIn, withdraw } from "./changes.js";
 import { encoded, encoders } from "./encoders.js";
 import { SAMPLER, onAllGpus, samplersOf } from "./gpus.js";
-import { ACCELERATE, ACCELERATE_VAE, accelerated, counted, graphsOf, measured, plan, visible } from "./models.js";
+import {
+  ACCELERATE, ACCELERATE_VAE, accelerated, counted, graphsOf, measured, plan, titleOf, visible,
+} from "./models.js";
 import { TO_VIDEO, replaced, streamed, videos } from "./videos.js";
 
 const OFFER = "WanCore.Accelerate.Offer";
@@ -69,15 +71,21 @@ function takeOut() {
     return others ? [[graph, node, others]] : [];
   });
   const pairs = inPlace(TO_VIDEO, replaced), runs = inPlace(SAMPLER, samplersOf);
-  const count = added.length + pairs.length + runs.length;
+  const count = added.length + pairs.length + runs.length, left = [];
   if (count) {
     change(() => {
       pairs.forEach((one) => giveBack(...one));
       runs.forEach((one) => withdraw(...one));
-      added.forEach((one) => remove(...one));
+      left.push(...added.filter((one) => !remove(...one)));
     });
   }
-  say("info", count ? `${counted(count, "node")} taken out; Ctrl+Z brings back.` : "There is none in this graph.");
+  const taken = count - left.length;
+  say("info", told(
+    taken ? `${counted(taken, "node")} taken out; Ctrl+Z brings back.` : count ? "" : "There is none in this graph.",
+    ...left.map(([, node]) => `${titleOf(node)} is bypassed: its subgraph has nothing else on that wire.`),
+    ...nodes.filter(([graph, node]) => node.type === TO_VIDEO && graph.nodes.includes(node)).map(([, node]) =>
+      `${titleOf(node)} stays: no muted VAE Decode and Create Video have its latents and its VAE.`),
+  ));
 }
 
 const COMMANDS = [

@@ -1,5 +1,5 @@
 // What the commands of accelerate.js do to a graph, and what takes it back.
-import { ACCELERATE, INSIDE, NEVER, OUTSIDE, freePlace, linkInto, linksFrom } from "./models.js";
+import { ACCELERATE, BYPASS, INSIDE, NEVER, OUTSIDE, freePlace, linkInto, linksFrom } from "./models.js";
 import { SAMPLER, SOLVERS, accelerateBefore, valueOf } from "./gpus.js";
 import { TO_VIDEO, linkTo } from "./videos.js";
 
@@ -23,12 +23,18 @@ export function insert({ graph, node, slot, ends }, type = ACCELERATE) {
   return added;
 }
 
+// Whether it went: a subgraph has no wire from one of its ends to another, so the only node between them is bypassed.
 export function remove(graph, node) {
-  const before = linkInto(graph, node, 0);
-  for (const after of before ? linksFrom(graph, node, 0) : []) {
+  const before = linkInto(graph, node, 0), ends = before ? linksFrom(graph, node, 0) : [];
+  if (Number(before?.origin_id) === INSIDE && ends.some((after) => Number(after.target_id) === OUTSIDE)) {
+    node.mode = BYPASS;
+    return false;
+  }
+  for (const after of ends) {
     connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, before.parentId);
   }
   graph.remove(node);
+  return true;
 }
 
 // What one node's first output goes to, from another node.

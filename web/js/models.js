@@ -11,7 +11,7 @@
 export const ACCELERATE = "WanCoreAccelerate";
 export const ACCELERATE_VAE = "WanCoreAccelerateVAE";
 export const NEVER = 2; // modes of a node: muted, and bypassed
-const BYPASS = 4;
+export const BYPASS = 4;
 export const INSIDE = -10; // the origin of links that come into a subgraph
 export const OUTSIDE = -20; // and the target of those that leave it
 const WAN = /(?<![a-z])(fast)?wan(?=[^a-z]|$|animate|dancer|fun|move|vace|video|[its]{1,2}2v)/i; // in a file's name
