@@ -91,6 +91,11 @@ def window_inputs() -> list[Any]:
     ]
 
 
+def read_numbers(values: Mapping[str, Any]) -> PlanNumbers:
+    """The numbers that the values of the sampler's inputs stand for. Raises OptionError."""
+    return PlanNumbers(**{name: value_of(one, values.get(name)) for name, one in table(PlanNumbers).items()})
+
+
 def plan_of(
     model: ModelSocket,
     values: Mapping[str, Any],
@@ -102,7 +107,7 @@ def plan_of(
     At the task's own width and height. image: TI2V starts from one. length: `frames`, `known`, `handed` and
     `prompt_starts` of a `PlanRequest`; nothing: the task's own."""
     sigmas: Tensor | None = values.get("sigmas")
-    numbers = PlanNumbers(**{name: value_of(one, values.get(name)) for name, one in table(PlanNumbers).items()})
+    numbers = read_numbers(values)
     if numbers.shift is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
         numbers = replace(numbers, shift=model.shift)
     if values.get("speed", EXACT) != EXACT:

@@ -42,7 +42,7 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .memory import ModelSocket, Sampling, plan_experts
-from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, window_inputs
+from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, read_numbers, window_inputs
 from .schema import ADVANCED, output, schema, widgets
 from .skipping import skipping_input
 from .sockets import CONDITIONING, MODEL, REPORT
@@ -154,8 +154,14 @@ class WanCoreSampler(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, denoise: float | None = 1.0, start_step: int | None = 0, end_step: int | None = LAST
+        cls,
+        denoise: float | None = 1.0,
+        start_step: int | None = 0,
+        end_step: int | None = LAST,
+        motion: str | None = "",
+        lora_strengths: str | None = "",
     ) -> bool:
+        read_numbers({"motion": motion, "lora_strengths": lora_strengths})
         return check_window(denoise, start_step, end_step)
 
     @classmethod

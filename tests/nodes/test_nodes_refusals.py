@@ -104,6 +104,8 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
         ("WanCoreVisionLoader", {"clip_vision": HIGH}, "a CLIP vision encoder is expected here"),
         ("WanCoreModelLoader", {"residency": "shard"}, "connect a WanCore Launcher"),
         ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),
+        ("WanCoreSampler", {"motion": "fast"}, "write share of noise/guidance"),
+        ("WanCoreSampler", {"lora_strengths": "slow"}, "write NAME=0;1"),
         ("WanCoreAnimate", {**KNOWN, "overlap": 3}, "overlap 3 given"),
         ("WanCoreAnimate", {**KNOWN, "frames": 78}, "4n + 1"),
         ("WanCoreAnimate2", {**KNOWN, "frames": 82}, "4n + 1"),
