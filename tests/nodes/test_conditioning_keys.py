@@ -47,6 +47,8 @@ def test_images_where_none_belongs_and_none_where_one_does() -> None:
         read("t2v-14B", IMAGE)
     with pytest.raises(OptionError, match="connect WanCore Image to Video"):
         read("i2v-A14B", {})
+    with pytest.raises(OptionError, match="connect WanCore Animate 2"):
+        read("animate2-14B", {})
     mask = torch.ones(1, 1, 3, 4, 6)
     mask[:, :, 0] = 0
     with pytest.raises(OptionError, match="takes no known frame as latents"):

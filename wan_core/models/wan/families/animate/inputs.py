@@ -26,7 +26,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     The reference and known frames are channels beside the noise, as of image-to-video; their first latent frame is the
     reference.
     """
-    fields = read_image_conditioning(task, vae, extras, latent)
+    fields = read_image_conditioning(task, vae, extras, latent, "WanCore Animate")
     pose, face = extras.get("pose_video_latent"), extras.get("face_video_pixels")
     samples, inputs = latent["samples"], {}
     if pose is not None:

@@ -27,7 +27,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     As in the reference and unlike ComfyUI's own sampling, distilled weights have their scale, and the branch of the
     negative prompt leaves a block out.
     """
-    fields = read_image_conditioning(task, vae, extras, latent)
+    fields = read_image_conditioning(task, vae, extras, latent, "WanCore Animate 2")
     inputs = {"unconditional": False, "log_scale": log_scale(task)}
     for name in ("pose_strength", "reference_strength"):
         inputs[name] = 1.0 if extras.get(name) is None else float(extras[name])

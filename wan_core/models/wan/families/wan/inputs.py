@@ -25,13 +25,20 @@ from wan_core.models.wan.families.media import keyframes_of
 NO_KEYFRAMES: Mapping[int, Tensor] = MappingProxyType({})
 
 
-def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
-    """The fields of `Conditioning` of ComfyUI's CONDITIONING (`extras`) and LATENT. Raises OptionError."""
+def read_conditioning(
+    task: Task,
+    vae: VAEConfig,
+    extras: Mapping[str, Any],
+    latent: Mapping[str, Any],
+    node: str = "WanCore Image to Video",
+) -> Inputs:
+    """The fields of `Conditioning` of ComfyUI's CONDITIONING (`extras`) and LATENT. node: which gives them. Raises
+    OptionError."""
     samples, fields = latent["samples"], {}
     image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
     if task.image == "channels":
         if image is None:
-            raise OptionError(f"{task.name} turns an image into a video: connect WanCore Image to Video")
+            raise OptionError(f"{task.name} turns an image into a video: connect {node}")
         check_one_size(image, samples, "image")
         fields["concat"] = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, vae)
     elif image is not None:
