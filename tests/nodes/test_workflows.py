@@ -129,9 +129,15 @@ def test_loaders_offer_what_they_name_and_notes_link_it(name: str) -> None:
         assert links == offered
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_notes_name_templates_that_exist(name: str) -> None:
+    for template in re.findall(r"\*((?:Wan 2\.2|Toy|Embedded) [^*]*)\*", " ".join(notes_of(page_form(name)))):
+        assert template in {path.stem for path in PAGES.values()}
+
+
 @pytest.mark.parametrize("name", TITLES)
 def test_notes_name_what_exists(name: str) -> None:
-    """Nodes, inputs and templates."""
+    """Nodes, inputs and workflows."""
     page, text = page_form(name), " ".join(notes_of(page_form(name)))
     titles = {node.get("title") for node in all_nodes(page)} | {graph.get("name") for graph in graphs(page)}
     shown = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
@@ -142,8 +148,6 @@ def test_notes_name_what_exists(name: str) -> None:
     for bold in re.findall(r"\*\*([^*]+)\*\*", text):
         exists = bold in titles | inputs | labels or bold.lower() in {kind.lower() for kind in kinds}
         assert exists, f"{name}: **{bold}**"
-    for template in re.findall(r"\*((?:Wan 2\.2|Toy) [^*]*)\*", text):
-        assert template in TITLES.values() or (WORKFLOWS / "more" / f"{template}.json").is_file(), template
     for workflow_name in re.findall(r"workflow \*([^*]+)\*", text):
         assert (WORKFLOWS / "more" / f"{workflow_name}.json").is_file()
 
