@@ -44,7 +44,7 @@ function accelerate() {
   if (changes) {
     select(change(() => [...found.wires.map((one) => insert(one)), ...decoded.pairs.map(standIn), ...behind(vaes)]));
   }
-  say(changes ? "success" : found.there ? "info" : "warn", told(accelerated(found, more), streamed(decoded), encoded(vaes)));
+  say(changes ? "success" : found.there || found.own ? "info" : "warn", told(accelerated(found, more), streamed(decoded), encoded(vaes)));
 }
 
 function runOnAllGpus() {

@@ -189,16 +189,18 @@ export function titleOf(node) {
   return node.title || node.type;
 }
 
-// What a click would do in a graph: { wires, left, there, off }.
+// What a click would do in a graph: { wires, left, there, off, own }.
 // wires: { graph, inside, node, slot, ends, samplers } of outputs that lead to samplers; inside: the subgraph node that
 // shows the graph; ends: [node, slot] of the links to take.
 // left: why samplers are left. there: how many have WanCore Accelerate. off: how many are muted or bypassed.
+// own: whether WanCore Sampler samples.
 export function plan(root) {
   const wires = [], left = new Set(), refused = new Set();
-  let there = 0, off = 0;
+  let there = 0, off = 0, own = false;
   for (const place of new Place(root).all()) {
     for (const node of place.graph.nodes) {
       const on = place.on && isOn(node);
+      own ||= on && node.type === "WanCoreSampler";
       if (!isSampler(node)) {
         if (on && isStranger(place, node)) left.add(`${titleOf(node)} is no sampler that is known here`);
         continue;
@@ -221,7 +223,7 @@ export function plan(root) {
       }
     }
   }
-  return { wires: wires.filter((wire) => !refused.has(wire) && wire.ends.length), left: [...left], there, off };
+  return { wires: wires.filter((wire) => !refused.has(wire) && wire.ends.length), left: [...left], there, off, own };
 }
 
 // The links from an output that lead to what `isEnd` looks for.
@@ -275,7 +277,7 @@ export function freePlace(nodes, beside, size) {
 }
 
 // One line of what a click did. more: whether it did something else too.
-export function accelerated({ wires, left, there, off }, more = false) {
+export function accelerated({ wires, left, there, off, own }, more = false) {
   const samplers = new Set(wires.flatMap((wire) => wire.samplers));
   const inside = new Set(wires.flatMap((wire) => (wire.inside ? [titleOf(wire.inside)] : [])));
   const where = inside.size ? ` in ${[...inside].join(", ")}` : "";
@@ -286,7 +288,9 @@ export function accelerated({ wires, left, there, off }, more = false) {
       ? "Ctrl+Z takes it back."
       : there
         ? "Nothing to add: it is there already."
-        : "Nothing to add: no Wan model was found on its way to a sampler.";
+        : own
+          ? "Nothing to add: WanCore Sampler has all of it."
+          : "Nothing to add: no Wan model was found on its way to a sampler.";
   const rest = [
     ...(there && wires.length ? [`${counted(there, "sampler")} with it before`] : []),
     ...left,

@@ -105,6 +105,13 @@ test("nothing is put on a wire that has it, however far before; a bypassed one i
   assert.deepEqual(plan(graph(nodes)).left, ["WanCoreAccelerate 2 is there and bypassed"]);
 });
 
+test("WanCore's own sampler needs nothing, in a subgraph too", () => {
+  const inside = graph([[1, "WanCoreSampler", { model: "WANCORE_MODEL" }, ["LATENT"]]]);
+  const boxed = (mode) => accelerated(plan(graph([[2, "box", {}, ["LATENT"], { mode, subgraph: inside }]])));
+  assert.equal(boxed(0), "Nothing to add: WanCore Sampler has all of it.");
+  assert.equal(boxed(2), "Nothing to add: no Wan model was found on its way to a sampler.");
+});
+
 test("switches, merges and nodes that are not known: every model that may come must be Wan's", () => {
   const switched = (file) => plan(graph([
     loader(1, HIGH),
