@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 
+from tools.gains import gains  # noqa: E402
 from tools.measured import TableError, measured_table  # noqa: E402
 from tools.readme_parts import readme_part  # noqa: E402
 
@@ -26,6 +27,9 @@ OPENING = re.compile(r"<!-- bench:")  # a region without its end swallows the ne
 
 def body_of(name: str, results: Path) -> str:
     """The Markdown of the table called `name`."""
+    kind, _, language = name.partition(".")
+    if kind == "gains":
+        return gains(results, language or "en")
     part = readme_part(name)
     return measured_table(name, results) if part is None else part
 

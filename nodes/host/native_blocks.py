@@ -23,8 +23,10 @@ from comfy.ldm.wan import model as wan
 from comfy.model_management import cast_to
 from torch import Tensor, nn
 
+from wan_core.ops.attention.sdpa import sdpa
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.fused import runs_kernel
+from wan_core.sampling.native.attention import as_heads
 from wan_core.sampling.native.run import NativeRun
 
 log = logging.getLogger("WanCore")
@@ -128,7 +130,8 @@ def is_known(*_: Any) -> bool:
     angles = draw(1, 8, 1, 4)
     rotations = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
     tokens = {"img": draw(1, 8, 16), "vec": draw(1, 2, 6, 16), "txt": draw(1, 5, 16), "pe": rotations}
-    options = {"optimized_attention_override": lambda _, *args, **named: wan_attention(*args, **named)}
+    attend = lambda _, *qkv, heads, **__: sdpa(*as_heads(qkv, heads)).flatten(2)  # noqa: E731
+    options = {"optimized_attention_override": attend}
     args = {**tokens, "transformer_options": options}
     try:
         block = wan.WanAttentionBlock("t2v_cross_attn", 16, 32, 2, cross_attn_norm=True, operation_settings=operations)
@@ -140,12 +143,6 @@ def is_known(*_: Any) -> bool:
         log.info("WanCore: the blocks of this ComfyUI stay its own (%r)", fault)
         return False
     return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
-
-
-def wan_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, **_: Any) -> Tensor:
-    """Attention of q, k, v [B, L, C] by torch."""
-    q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
-    return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def fused_block(block: Any, args: Mapping[str, Any], rope: Tensor, image_rows: int | None) -> Tensor:

@@ -45,10 +45,14 @@ def native_vae_config(vae: Any, method: str = "decode") -> VAEConfig | None:
         config = vae_config(shapes, {})
     except ValueError:  # other layers, or more channels than colours
         return None
+    # layers of the same names that compute something else, or a decoder with more channels than colours
+    return config if shapes == shapes_of(config) else None
+
+
+@cache
+def shapes_of(config: VAEConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        ours = VideoVAE(config)
-    same = shapes == {name: tensor.shape for name, tensor in ours.named_parameters()}
-    return config if same else None  # layers of the same names that compute something else, or more channels again
+        return {name: tensor.shape for name, tensor in VideoVAE(config).named_parameters()}
 
 
 def decode_native_to(

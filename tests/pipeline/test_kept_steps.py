@@ -45,17 +45,21 @@ def lost_at(step: int) -> Watch:
     ids=str,
 )  # fmt: skip
 def test_a_run_that_was_lost_goes_on(pipe: Pipeline, tmp_path: Path, more: dict[str, Any], lost: int) -> None:
-    request = Request(**SIZE, **more)
+    again, begin = resumed(pipe, Request(**SIZE, **more), lost, tmp_path)
+    steps, changes = again.plan.steps, {phase[0].index for phase in again.plan.phases}
+    assert begin == lost or (0 < begin < lost and any(step.skipped for step in steps) and begin in changes)
+    assert f"an earlier run made the first {begin} of {len(steps)} steps" in again.report.notes
+
+
+def resumed(pipe: Pipeline, request: Request, lost: int, kept: Path) -> tuple[Any, int]:
+    """A run that goes on after one that ended after `lost` steps, and where it began. It gives what one run gives."""
     whole = pipe.generate(request)
     with pytest.raises(ConnectionError):
-        pipe.generate(request, replace(lost_at(lost), keep_clips=tmp_path))
+        pipe.generate(request, replace(lost_at(lost), keep_clips=kept))
     steps: list[int] = []
-    again = pipe.generate(request, Watch(step=lambda done, _: steps.append(done.step.index), keep_clips=tmp_path))
-    assert torch.equal(again.latents, whole.latents)
-    begin, changes = steps[0], {phase[0].index for phase in whole.plan.phases}
-    assert 0 < begin <= lost and steps == list(range(begin, len(whole.plan.steps)))
-    assert begin == lost or (any(step.skipped for step in whole.plan.steps) and begin in changes)
-    assert f"an earlier run made the first {begin} of {len(whole.plan.steps)} steps" in again.report.notes
+    again = pipe.generate(request, Watch(step=lambda done, _: steps.append(done.step.index), keep_clips=kept))
+    assert torch.equal(again.latents, whole.latents) and steps == list(range(steps[0], len(whole.plan.steps)))
+    return again, steps[0]
 
 
 @pytest.mark.parametrize("lost", [1, 4, 6])
@@ -63,14 +67,9 @@ def test_scales_of_earlier_steps_are_not_left_out(lost: int, tmp_path: Path, mon
     """With delayed FP8 a run goes on from the first step of an expert, whose scales are new there."""
     on_cpu = replace(SCHEMES["te-delayed"], why_not=lambda device: None)  # the recipe's arithmetic on a CPU
     monkeypatch.setitem(SCHEMES, "te-delayed", on_cpu)
-    pipe, request = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision="te-delayed")), Request(**SIZE)
-    whole = pipe.generate(request)
-    with pytest.raises(ConnectionError):
-        pipe.generate(request, replace(lost_at(lost), keep_clips=tmp_path))
-    steps: list[int] = []
-    again = pipe.generate(request, Watch(step=lambda done, _: steps.append(done.step.index), keep_clips=tmp_path))
-    assert torch.equal(again.latents, whole.latents)
-    assert steps[0] == max(phase[0].index for phase in whole.plan.phases if phase[0].index <= lost)
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision="te-delayed"))
+    again, begin = resumed(pipe, Request(**SIZE), lost, tmp_path)
+    assert begin == max(phase[0].index for phase in again.plan.phases if phase[0].index <= lost)
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"shift": 4.0}, {"prompt": "a blue square"}, {"guidance_high": 2.0}])
