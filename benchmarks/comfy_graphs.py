@@ -1,4 +1,4 @@
-"""ComfyUI's own Wan 2.2 template for two experts as an API graph, with native nodes and with ours.
+"""ComfyUI's own Wan 2.2 templates for two experts as API graphs, with native nodes and with ours.
 
 Node ids are words, so that events, errors and times can be read: `loaders.*`, `text`, `image`, `samplers.*`, `decode`,
 `save.*`. What stands before the dot is the column of the table.
@@ -23,8 +23,9 @@ PROMPT = "The white dragon warrior stands still, eyes full of determination. The
 
 @dataclass(frozen=True)
 class Job:
-    """What the template makes. four_steps: its switch."""
+    """What the template of `task` (i2v or t2v) makes. four_steps: its switch."""
 
+    task: str = "i2v"
     width: int = 640
     height: int = 640
     frames: int = 81
@@ -65,11 +66,12 @@ def native_graph(
     that changes the model."""
     graph, steps, half = native_conditioning(job), job.total_steps, job.total_steps // 2
     both = {"noise_seed": job.seed, "steps": steps, "cfg": job.guidance, "sampler_name": "euler", "scheduler": "simple"}
-    both |= {"positive": ["image", 0], "negative": ["image", 1]}
-    for expert, latent, begin, end in (("high", ["image", 2], 0, half), ("low", ["samplers.high", 0], half, 10000)):
+    conditions, empty = begun(job)
+    both |= conditions
+    for expert, latent, begin, end in (("high", empty, 0, half), ("low", ["samplers.high", 0], half, 10000)):
         model, first = f"loaders.{expert}", "enable" if expert == "high" else "disable"
-        graph[model] = node("UNETLoader", unet_name=expert_file("i2v", expert, job.layers), weight_dtype="default")
-        lora = {"lora_name": lora_file("i2v", expert), "strength_model": 1.0}
+        graph[model] = node("UNETLoader", unet_name=expert_file(job.task, expert, job.layers), weight_dtype="default")
+        lora = {"lora_name": lora_file(job.task, expert), "strength_model": 1.0}
         for name, kind, inputs in (
             ("lora", "LoraLoaderModelOnly", lora if job.four_steps else None),
             ("attention", "ModelAttentionBackend", attention and {"attention": attention}),
@@ -120,21 +122,30 @@ def all_gpus_graph(job: Job, devices: str) -> Graph:
 
 def native_conditioning(job: Job) -> Graph:
     size = {"width": job.width, "height": job.height, "length": job.frames, "batch_size": 1}
-    links = {"positive": ["text", 0], "negative": ["text.negative", 0], "start_image": ["image.load", 0]}
-    return {
+    graph = {
         "loaders.text": node("CLIPLoader", clip_name=TEXT, type="wan", device="default"),
         "loaders.vae": node("VAELoader", vae_name=VAE),
         "text": node("CLIPTextEncode", text=job.prompt, clip=["loaders.text", 0]),
         "text.negative": node("CLIPTextEncode", text=NEGATIVE, clip=["loaders.text", 0]),
-        "image.load": node("LoadImage", image=job.image),
-        "image": node("WanImageToVideo", **size, **links, vae=["loaders.vae", 0]),
     }
+    if job.task == "t2v":
+        return graph | {"latent": node("EmptyHunyuanLatentVideo", **size)}
+    links = {"positive": ["text", 0], "negative": ["text.negative", 0], "start_image": ["image.load", 0]}
+    graph["image.load"] = node("LoadImage", image=job.image)
+    return graph | {"image": node("WanImageToVideo", **size, **links, vae=["loaders.vae", 0])}
+
+
+def begun(job: Job, negative: tuple[str, int] = ("text.negative", 0)) -> tuple[dict[str, list[Any]], list[Any]]:
+    """A sampler's conditions, and latents to begin with. negative: where the text for it is, without a picture."""
+    if job.task == "t2v":
+        return {"positive": ["text", 0], "negative": [*negative]}, ["latent", 0]
+    return {"positive": ["image", 0], "negative": ["image", 1]}, ["image", 2]
 
 
 def our_graph(job: Job, attention: str = "auto", devices: str | None = None, **sampler: Any) -> Graph:
     """The same video with our nodes. devices: of WanCore Launcher; None: there is none. sampler: more inputs of the
     sampler."""
-    files = {expert: expert_file("i2v", expert, job.layers) for expert in EXPERTS}
+    files = {expert: expert_file(job.task, expert, job.layers) for expert in EXPERTS}
     model = {"precision": "checkpoint", "attention": attention, "residency": "auto", "compile": "off", "keep_blocks": 0}
     graph: Graph = {
         "loaders.model": node("WanCoreModelLoader", **files, **model, lora_mode="auto"),
@@ -148,16 +159,20 @@ def our_graph(job: Job, attention: str = "auto", devices: str | None = None, **s
         graph["loaders.workers"] = node("WanCoreLauncher", devices=devices)
     last = "loaders.model"
     if job.four_steps:
-        loras = {expert: lora_file("i2v", expert) for expert in EXPERTS}
+        loras = {expert: lora_file(job.task, expert) for expert in EXPERTS}
         graph["loaders.lora"] = node("WanCoreLoRA", **loras, strength_high=1.0, strength_low=1.0, model=[last, 0])
         last = "loaders.lora"
     size = {"width": job.width, "height": job.height, "frames": job.frames}
-    links = {"positive": ["text", 0], "negative": ["text", 1], "first_image": ["image.load", 0]}
-    graph["image.load"] = node("LoadImage", image=job.image)
-    graph["image"] = node("WanCoreImageToVideo", **size, **links, vae=["loaders.vae", 0])
+    if job.task == "t2v":
+        graph["latent"] = node("WanCoreEmptyLatent", **size)
+    else:
+        links = {"positive": ["text", 0], "negative": ["text", 1], "first_image": ["image.load", 0]}
+        graph["image.load"] = node("LoadImage", image=job.image)
+        graph["image"] = node("WanCoreImageToVideo", **size, **links, vae=["loaders.vae", 0])
     steps = {"seed": job.seed, "steps": job.total_steps, "shift": job.shift, "boundary": middle(job), "solver": "euler"}
     guidance = {"guidance_high": job.guidance, "guidance_low": job.guidance, "guidance_mode": "auto", "preset": "none"}
-    links = {"model": [last, 0], "positive": ["image", 0], "negative": ["image", 1], "latent": ["image", 2]}
+    conditions, empty = begun(job, ("text", 1))
+    links = {"model": [last, 0], **conditions, "latent": empty}
     graph["samplers"] = node("WanCoreSampler", **steps, **guidance, **links, **sampler)
     links = {"vae": ["loaders.vae", 0], "latent": ["samplers", 0]}
     graph["decode"] = node("WanCoreDecodeToVideo", **links, fps=16.0, encoder="all cores")

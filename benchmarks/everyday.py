@@ -6,6 +6,7 @@ ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance
 fresh    the same with a new prompt, of each side's own, and a new picture in each counted run
+t2v      the text-to-video template, with its switch on
 off      the switch off: 20 steps with guidance 3.5, or `--steps`
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 
@@ -107,8 +108,9 @@ def everyday_rows(
         for size in sizes:
             width, height, frames = parse_size(size)
             job = Job(width=width, height=height, frames=frames, layers=options.layers)
-            write_files(base / "models", device, "i2v", job.layers)
             for part in options.setting or EVERYDAY_PARTS:
+                job = replace(job, task="t2v" if part == "t2v" else "i2v")
+                write_files(base / "models", device, job.task, job.layers)
                 chosen = [sides[name] for name in options.setup or sides]
                 yield from part_rows(part, base, device, chosen, job, options)
 

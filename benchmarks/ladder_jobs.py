@@ -115,12 +115,13 @@ def everyday(name: str, seconds: int, size: str, part: str, *sides: str, gpus: i
     work = {
         "on": "four steps",
         "fresh": "four steps, new prompt and picture",
+        "t2v": "text to video, four steps",
         "off": "20 guided steps",
         "cold": "four steps, first prompt of a server",
     }[part]
     table = f"ComfyUI's template from click to file, {size}, {work}"
-    needs = ("comfyui", "cudnn")
-    return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files="i2v", needs=needs)
+    files, needs = ("t2v" if part == "t2v" else "i2v"), ("comfyui", "cudnn")
+    return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files=files, needs=needs)
 
 
 def videos(
@@ -175,6 +176,7 @@ JOBS: tuple[Job, ...] = (
         "two-gpus-on", 300, SQUARE, "on",
         KITCHEN, EXACT, OUR_FP8, "ours, cudnn-fp8, 2 GPUs", "native, on all GPUs, 2 GPUs", gpus=2,
     ),
+    everyday("two-gpus-t2v", 170, SQUARE, "t2v", KITCHEN, EXACT, "native, on all GPUs, 2 GPUs", gpus=2),
     everyday(
         "two-gpus-off", 500, SQUARE, "off",
         f"{KITCHEN}, 2 GPUs", "ours, cudnn-fp8, 2 GPUs", "ours, fast, 2 GPUs", gpus=2,

@@ -26,6 +26,7 @@ CPU_SIZE = "96x96x17"
 EVERYDAY_PARTS = {  # a setting of everyday -> what its rows begin with
     "on": "on, new seed",
     "fresh": "on, new prompt and picture",
+    "t2v": "text to video, on, new seed",
     "off": "off",
     "cold": "cold",
 }

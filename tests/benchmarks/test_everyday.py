@@ -95,7 +95,7 @@ def test_every_side_in_a_real_server() -> None:
     find_comfyui()
     options = argparse.Namespace(suite="everyday", scratch=None, layers=None, runs=1, gpus=1, steps=4)
     few = ["native", "ours, auto"]
-    chosen = {"on": None, "fresh": few, "off": None, "cold": few}
+    chosen = {"on": None, "fresh": few, "t2v": few, "off": None, "cold": few}
     rows = []
     for options.setting, options.setup in zip(([part] for part in chosen), chosen.values(), strict=True):
         rows += everyday_rows("", ["64x64x5"], CPU, options, {})

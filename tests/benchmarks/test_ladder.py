@@ -41,7 +41,7 @@ def results(out: Path) -> dict[str, dict]:
 
 
 def test_a_setting_that_the_suite_lacks_is_refused() -> None:
-    with pytest.raises(OptionError, match="the suite everyday has on, fresh, off, cold"):
+    with pytest.raises(OptionError, match="the suite everyday has on, fresh, t2v, off, cold"):
         check_options(build_parser().parse_args(["everyday", "--setting", "tiles"]))
 
 
