@@ -21,9 +21,11 @@ NUMBERS = 4096  # of one program: enough to hide the latency of memory, few enou
 @triton.jit
 def norm_silu_extend_kernel(
     x, bias, gamma, earlier, out, kept, frame_stride, row_stride, frames, Y, X, C, LEAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, KEEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, KEEPS: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A row is one position of the result, [LEAD + frames, Y, X] of them; x has strides in numbers."""
+    """A row is one position of the extended frames, [LEAD + frames, Y, X] of them; x has strides in numbers. BESIDE:
+    each frame of the result has the LEAD before it beside it, [frames, Y, X, LEAD + 1, C]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     plane = Y * X
@@ -43,22 +45,29 @@ def norm_silu_extend_kernel(
         before = tl.load(earlier + row[:, None] * C + column[None, :], mask=exists & leads, other=0.0)
         value = tl.where(leads, before.to(tl.float32), value)
     value = value.to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * C + column[None, :], value, mask=exists)
+    if BESIDE:
+        for tap in tl.static_range(LEAD + 1):
+            reads = (frame >= tap) & (frame < frames + tap)
+            at = ((row - tap * plane) * (LEAD + 1) + tap) * C
+            tl.store(out + at[:, None] + column[None, :], value, mask=exists & reads[:, None])
+    else:
+        tl.store(out + row[:, None] * C + column[None, :], value, mask=exists)
     if KEEPS:
         at = (row - frames * plane)[:, None] * C + column[None, :]
         tl.store(kept + at, value, mask=exists & (frame >= frames)[:, None])
 
 
 def norm_silu_extend(
-    x: Tensor, bias: Tensor | None, gamma: Tensor, earlier: Tensor | None, lead: int, keep: bool
+    x: Tensor, bias: Tensor | None, gamma: Tensor, earlier: Tensor | None, lead: int, keep: bool, beside: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """SiLU of the RMSNorm of x [1, C, T, Y, X] + bias [C] with `lead` frames in front, `earlier` [1, C, lead, Y, X] or
-    zeros (None), and a copy of the last `lead` frames of that if `keep`. As `layers.norm_silu_extend`."""
+    zeros (None), and a copy of the last `lead` frames of that if `keep`. As `layers.norm_silu_extend`. beside: not in
+    front, but each frame's beside it, oldest first: [1, (lead + 1) * C, T, Y, X]."""
     _, C, T, Y, X = x.shape
     x = x.movedim(1, -1)
     if x.stride()[-2:] != (C, 1):
         x = x.contiguous()
-    out = x.new_empty(1, lead + T, Y, X, C)
+    out = x.new_empty((1, T, Y, X, (lead + 1) * C) if beside else (1, lead + T, Y, X, C))
     kept = x.new_empty(1, lead, Y, X, C) if keep else out
     before = out if earlier is None else earlier.movedim(1, -1).contiguous()
     width = triton.next_power_of_2(C)
@@ -66,8 +75,8 @@ def norm_silu_extend(
     with on_device_of(x):
         norm_silu_extend_kernel[(triton.cdiv((lead + T) * Y * X, rows),)](
             x, x if bias is None else bias, gamma.flatten(), before, out, kept, x.stride(1), x.stride(2), T, Y, X, C,
-            LEAD=lead, HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, KEEPS=keep, ROWS=rows, WIDTH=width,
-            num_warps=4,
+            LEAD=lead, HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, KEEPS=keep, BESIDE=beside, ROWS=rows,
+            WIDTH=width, num_warps=4,
         )  # fmt: skip
     return out.movedim(-1, 1), kept.movedim(-1, 1) if keep else None
 

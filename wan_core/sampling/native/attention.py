@@ -1,7 +1,7 @@
-"""Self-attention of native models by the backends of this engine: ComfyUI's `optimized_attention_override`.
+"""Attention of native models by the backends of this engine: ComfyUI's `optimized_attention_override`.
 
-ComfyUI calls it in the place of every attention of the transformer. What it does not take (cross-attention, masks, what
-a backend cannot compute) goes on to ComfyUI's own function, and is counted.
+ComfyUI calls it in the place of every attention of the transformer. What it does not take (masks, what a backend cannot
+compute, cross-attention where ComfyUI's is as fast) goes on to ComfyUI's own function, and is counted.
 
 There is one place for an override. One that another node pack set before may change the result, so it stays: it gets
 every call first, with ours in place of ComfyUI's function. One that ComfyUI's node Model Attention Backend set before
@@ -21,13 +21,15 @@ from torch import Tensor
 
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, auto_choice
-from wan_core.ops.cards import capability
+from wan_core.ops.cards import capability, card_of
 from wan_core.sampling.native.run import COMPARED, FORWARD, NativeForward
 from wan_core.sampling.native.sparse import prepare
 
 Override = Callable[..., Tensor]
 COMFYUI = "comfyui"  # in the place of a backend's name: attention to all keys stays ComfyUI's
 CROSS, AS_CHOSEN = "cross-attention calls", "self-attention, as chosen"  # why calls are left
+UNKNOWN = "calls of an unknown form"
+TEXT = "cudnn"  # the backend for the keys of a text. ComfyUI's FlashAttention 2 takes twice as long on Hopper
 SHORT = 1024  # keys below which a backend that rounds is not used: nothing to gain
 # What ComfyUI may pass beside q, k and v without changing what is computed.
 KNOWN = {"heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options"}
@@ -55,7 +57,7 @@ class NativeAttention:
         pause: what is allocated inside it may outlive the forward."""
         self.attention, self.earlier, self.chosen = attention, earlier, chosen
         self.original, self.pause = original, pause
-        self._backends: dict[tuple[torch.device, torch.dtype, int], tuple[str, Attention] | str] = {}
+        self._backends: dict[tuple[torch.device, torch.dtype, int, bool], tuple[str, Attention] | str] = {}
 
     @torch.compiler.disable  # it counts calls, and kernels are not torch's: compiled code goes around it
     def __call__(self, func: Override, *args: Any, **kwargs: Any) -> Tensor:
@@ -111,11 +113,16 @@ class NativeAttention:
         """Whether a call is ComfyUI's. Counts it then."""
         if forward is None:
             return True
-        reason = why_left(forward, args, kwargs) or (COMPARED if forward.run.plain else None)
-        if reason is None and forward.run.sparse is None:
-            q, k = as_heads(args[:2], **by_name(args[3:], kwargs))
-            dense = self._backend(q, k.shape[1])
-            reason = dense if isinstance(dense, str) else None
+        reason = why_left(args, kwargs) or (COMPARED if forward.run.plain else None)
+        if reason != UNKNOWN:
+            named = by_name(args[3:], kwargs)
+            queries, keys = (x.shape[2 if named.get("skip_reshape") else 1] for x in args[:2])
+            crosses = forward.crosses(queries, keys)
+            if reason is None and (crosses or forward.run.sparse is None):
+                dense = self._backend(as_heads(args[:1], **named)[0], keys, crosses)
+                reason = dense if isinstance(dense, str) else None
+            if crosses and (reason or keys != forward.text):
+                reason = CROSS
         if reason is not None:
             forward.run.leave(reason)
         return reason is not None
@@ -132,11 +139,13 @@ class NativeAttention:
     ) -> Tensor | None:
         """What ComfyUI's function returns; None where it computes the call, with `qkv` as it was."""
         shaped = as_heads(qkv, heads, skip_reshape)
-        dense = self._backend(shaped[0], shaped[1].shape[1])
+        queries, keys = (x.shape[1] for x in shaped[:2])
+        crosses = forward.crosses(queries, keys)
+        dense = self._backend(shaped[0], keys, crosses)
         kernel = None if isinstance(dense, str) else dense[1]
         with self.pause():
             sparse = None
-            if forward.run.sparse is not None:
+            if forward.run.sparse is not None and not crosses:
                 sparse = prepare(forward, transformer_options, shaped, forward.run.sparse, kernel)
             if sparse is not None:
                 qkv.clear()
@@ -145,21 +154,25 @@ class NativeAttention:
                 forward.run.leave(dense)
                 return None
             else:
-                forward.run.take(dense[0])
+                forward.run.take(dense[0], crosses)
                 q, k, v = shaped
                 out = dense[1](q, k, v)
             return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    def _backend(self, q: Tensor, keys: int) -> tuple[str, Attention] | str:
-        """The name and the backend for q [B, L, H, D], or why there is none."""
-        if self.attention == COMFYUI:
+    def _backend(self, q: Tensor, keys: int, crosses: bool) -> tuple[str, Attention] | str:
+        """The name and the backend for q [B, L, H, D], or why there is none. crosses: to the keys of a text."""
+        if self.attention == COMFYUI or (crosses and self.attention == "sdpa"):
             return AS_CHOSEN
-        key = q.device, q.dtype, q.shape[-1]
+        key = q.device, q.dtype, q.shape[-1], crosses
         if key not in self._backends:
             name = self.attention
-            if name in CHOSEN:
+            if crosses:
+                name = TEXT
+            elif name in CHOSEN:
                 name = auto_choice(capability(q.device), q.dtype, q.shape[-1], rounding=name == "fast")
-            reason = BACKENDS[name].why_not(*key)
+            reason = BACKENDS[name].why_not(*key[:3])
+            if crosses and name not in card_of(capability(q.device)).attention:
+                reason = "was not faster on this card"
             self._backends[key] = (
                 (name, BACKENDS[name].load()) if reason is None else f"self-attention ({name} {reason})"
             )
@@ -169,17 +182,13 @@ class NativeAttention:
         return backend
 
 
-def why_left(forward: NativeForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Why a call is left to ComfyUI, in words that follow a number; None for self-attention that can be taken."""
+def why_left(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call is left to ComfyUI, in words that follow a number; None for one that can be taken."""
     if not 3 <= len(args) <= 3 + len(POSITIONS):
-        return "calls of an unknown form"
+        return UNKNOWN
     (q, k, v), kwargs = args[:3], by_name(args[3:], kwargs)
     if not isinstance(kwargs.get("heads"), int):
-        return "calls of an unknown form"
-    length, keys = (x.shape[2 if kwargs.get("skip_reshape") else 1] for x in (q, k))
-    # Animate-2 attends frame by frame, to the keys of all frames.
-    if keys != length and not (keys >= forward.tokens and length == forward.frame):
-        return CROSS
+        return UNKNOWN
     if kwargs.get("mask") is not None:
         return "calls with a mask"
     if kwargs.get("low_precision_attention", True) is False or kwargs.get("attn_precision") is not None:

@@ -50,6 +50,7 @@ class NativeRun:
         self.skipped = (0, 0)  # by a step cache: how many of how many forwards
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
+        self._crossed: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -97,10 +98,10 @@ class NativeRun:
         """The share of the keys that each sparse step read."""
         return [1 - self.sparsities[index] for index in self.sparse_steps]
 
-    def take(self, by: str) -> None:
-        """Count a call of self-attention that `by` computes."""
+    def take(self, by: str, crosses: bool = False) -> None:
+        """Count a call of self-attention that `by` computes. crosses: of cross-attention."""
         with self._lock:
-            self._taken[by] += 1
+            (self._crossed if crosses else self._taken)[by] += 1
 
     def leave(self, why: str) -> None:
         """Count a call that ComfyUI computes, and `why`."""
@@ -122,12 +123,15 @@ class NativeRun:
 
     def words(self) -> str:
         """What was accelerated and what was not, in one line."""
-        taken = ", ".join(f"{count} by {by}" for by, count in self._taken.items()) or "none"
+        taken, crossed = (
+            ", ".join(f"{count} by {by}" for by, count in calls.items()) for calls in (self._taken, self._crossed)
+        )
         refused = ", ".join(f"{count} {why}" for why, count in self._left.items())
         notes = [note for note in self.notes if not note.startswith(WARNING)]
-        return "; ".join(
-            [f"self-attention calls: {taken}", *([f"left to ComfyUI: {refused}"] if refused else []), *notes]
-        )
+        words = [f"self-attention calls: {taken or 'none'}"]
+        words += [f"cross-attention calls: {crossed}"] if crossed else []
+        words += [f"left to ComfyUI: {refused}"] if refused else []
+        return "; ".join([*words, *notes])
 
 
 @dataclass
@@ -157,3 +161,7 @@ class NativeForward:
     def frame(self) -> int:
         """Tokens of a latent frame."""
         return self.grid[1] * self.grid[2]
+
+    def crosses(self, queries: int, keys: int) -> bool:
+        """Whether a call with so many is cross-attention. Animate-2 attends frame by frame, to the keys of all."""
+        return keys != queries and not (keys >= self.tokens and queries == self.frame)
