@@ -19,8 +19,11 @@ from benchmarks.rows import Row
 from wan_core.config import OptionError
 
 PATIENCE = 400.0
-# Lines of a server's log that say what was left out
-SAYS = re.compile(r"step cache: \d+ of \d+|read \d+ % of the keys|EasyCache.*(skipped|speedup)|sol_attn", re.IGNORECASE)
+# Lines of a server's log that say what was left out, and what computed a native model
+SAYS = re.compile(
+    r"step cache: \d+ of \d+|read \d+ % of the keys|EasyCache.*(skipped|speedup)|sol_attn|self-attention calls:",
+    re.IGNORECASE,
+)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ nodes     of the run next to the median: seconds by loaders, text, image, sample
 peak_gib  the most device memory in use during the counted runs, by all processes
 error     relative difference of the latents of the first counted video from those of the row `error_to`, which has the
           same seed; not of `fresh`
-said      what caches did in that run, as the server's log says it
+said      what caches left out in that run, and what computed a native model, as the server's log says it
 ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
 """
 

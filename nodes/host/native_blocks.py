@@ -18,7 +18,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from comfy import ops
 from comfy.ldm.wan import model as wan
 from comfy.model_management import cast_to
 from torch import Tensor, nn
@@ -126,7 +125,8 @@ def is_known(*_: Any) -> bool:
     """Whether `fused_block` gives what a block of this ComfyUI does, for a tiny one with random weights. Arguments:
     what another node may replace in the meantime."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    operations = {"operations": ops.disable_weight_init, "device": torch.device("cpu"), "dtype": torch.float32}
+    # torch's layers: ComfyUI's own have no weights before a file is loaded, where it streams them (dynamic VRAM).
+    operations = {"operations": nn, "device": torch.device("cpu"), "dtype": torch.float32}
     angles = draw(1, 8, 1, 4)
     rotations = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
     tokens = {"img": draw(1, 8, 16), "vec": draw(1, 2, 6, 16), "txt": draw(1, 5, 16), "pe": rotations}
@@ -135,6 +135,7 @@ def is_known(*_: Any) -> bool:
     args = {**tokens, "transformer_options": options}
     try:
         block = wan.WanAttentionBlock("t2v_cross_attn", 16, 32, 2, cross_attn_norm=True, operation_settings=operations)
+        block.requires_grad_(False)
         for weight in block.parameters():
             weight.data = draw(weight.shape)
         theirs = block(args["img"], args["vec"], args["pe"], args["txt"], transformer_options=options)

@@ -8,7 +8,9 @@ import torch
 from tests.sampling.test_native import original
 from wan_core.config import SparseOptions
 from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS
+from wan_core.ops.cards import capability, card_of
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
 from wan_core.sampling.schedules import SchedulePart
@@ -51,6 +53,20 @@ def test_dense(name: str) -> None:
         pytest.skip(reason)
     tensors = qkv(TOKENS, TOKENS)
     assert relative(attended(NativeAttention(name), tensors, 0), attended(EXACT, tensors, 0)) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_text(dtype: torch.dtype) -> None:
+    """By cuDNN, where the card is known to be faster with it."""
+    run, tensors = NativeRun(SchedulePart(0, 1, 1)), [x.to(dtype) for x in qkv(TOKENS, 512)]
+    forward = NativeForward(run, GRID, text=512)
+    out = NativeAttention("auto")(original, *tensors, heads=HEADS, transformer_options={FORWARD: forward})
+    if "cudnn" not in card_of(capability(CUDA)).attention:
+        assert (out == 7).all() and run.left
+        return
+    assert run.words() == "self-attention calls: none; cross-attention calls: 1 by cudnn"
+    q, k, v = (x.unflatten(-1, (HEADS, DIM)) for x in tensors)
+    assert relative(out.float(), math_reference(q, k, v).flatten(2).float()) < 0.01
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -18,6 +18,7 @@ from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, block_length
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import make_tiles
+from wan_core.ops.cards import NO_CARD
 from wan_core.sampling.native.attention import COMFYUI, NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
 from wan_core.sampling.plan import make_plan
@@ -104,6 +105,47 @@ def test_what_is_left_goes_to_the_override_before_or_to_comfyui(why: str) -> Non
         return torch.full_like(q, 3.0)
 
     assert (NativeAttention("auto", earlier=earlier)(original, *tensors, **keywords, **options(of)) == 3).all()
+
+
+@pytest.fixture
+def text_by_math(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card where cuDNN is faster for a text, with what runs on a CPU in its place."""
+    monkeypatch.setattr("wan_core.sampling.native.attention.TEXT", "math")
+    monkeypatch.setattr("wan_core.sampling.native.attention.card_of", lambda _: replace(NO_CARD, attention=("math",)))
+
+
+@pytest.mark.parametrize("attention", ["auto", "math-fp8", "math"])
+@pytest.mark.parametrize("sparse", [None, HALF])
+def test_a_text_is_taken_where_a_kernel_is_faster(
+    text_by_math: None, attention: str, sparse: SparseOptions | None
+) -> None:
+    """Whatever computes self-attention; not other keys that are few, and with what takes no other call neither."""
+    of = NativeForward(run_of(0.5, sparse), GRID, text=12)
+    attend, tensors = NativeAttention(attention), qkv(TOKENS, 12)
+    output = attend(original, *tensors, **options(of))
+    torch.testing.assert_close(heads(output), math_reference(*map(heads, tensors)), atol=1e-5, rtol=1e-5)
+    assert of.run.words() == "self-attention calls: none; cross-attention calls: 1 by math" and not of.run.taken
+    assert (attend(original, *qkv(TOKENS, 9), **options(of)) == 7).all()  # not the text: an image's or a voice's
+    assert (attend(original, *tensors, mask=torch.ones(TOKENS, 12), **options(of)) == 7).all()
+    assert of.run.left == {"cross-attention calls": 2}
+    chosen = NativeAttention(attention, chosen=lambda func, q, *_, **named: q * 2)
+    assert not torch.equal(chosen(original, *tensors, **options(of)), tensors[0] * 2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", COMFYUI])
+def test_a_text_is_left_where_torch_or_comfyui_was_chosen(text_by_math: None, attention: str) -> None:
+    of = NativeForward(run_of(), GRID, text=12)
+    assert (NativeAttention(attention)(original, *qkv(TOKENS, 12), **options(of)) == 7).all()
+    assert of.run.left == {"cross-attention calls": 1}
+
+
+def test_the_step_that_is_compared_leaves_the_text_too(text_by_math: None) -> None:
+    run = NativeRun(SchedulePart(0, 2, 2), compare=True)
+    run.pass_step(0, lambda: None)
+    assert (
+        NativeAttention("auto")(original, *qkv(TOKENS, 12), **options(NativeForward(run, GRID, text=12))) == 7
+    ).all()
+    assert run.left == {"cross-attention calls": 1} and run.plain
 
 
 def test_an_override_that_was_set_before_keeps_its_result() -> None:
