@@ -71,8 +71,8 @@ GAINS = (
     ),
     Gain(
         text=(
-            "the same workflow on two GPUs, **one command**; before: one GPU; one run",
-            "同一工作流用两块 GPU，**一个命令**；之前：一块 GPU；运行一次",
+            "the same workflow on two GPUs, **one command**; before: one GPU",
+            "同一工作流用两块 GPU，**一个命令**；之前：一块 GPU",
         ),
         video=("exact attention against INT8", "精确注意力，对比 INT8"),
         result="two-gpus-on-h200",

@@ -95,7 +95,6 @@ TABLES = {
         columns="name seconds spread runs samplers",
         over={"over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
     ),
-    "loras": Table(result="everyday-lora-h200", columns=f"name seconds {PHASES}"),
     "guided": Table(
         result="everyday-off-h200",
         columns=f"name seconds runs {PHASES}",
@@ -104,6 +103,11 @@ TABLES = {
     "guided-480": Table(
         result="everyday-off480-h200",
         columns=f"name seconds spread runs {PHASES}",
+        over={"over INT8": "off: native, comfy kitchen attention"},
+    ),
+    "guided-720": Table(
+        result="everyday-off720-h200",
+        columns=f"name seconds runs {PHASES}",
         over={"over INT8": "off: native, comfy kitchen attention"},
     ),
     "first-video": Table(

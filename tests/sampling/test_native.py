@@ -109,7 +109,7 @@ def test_what_is_left_goes_to_the_override_before_or_to_comfyui(why: str) -> Non
 
 @pytest.fixture
 def text_by_math(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a card where cuDNN is faster for a text, with what runs on a CPU in its place."""
+    """A card on which another kernel is faster with a text: one that runs on a CPU, in the place of cuDNN."""
     monkeypatch.setattr("wan_core.sampling.native.attention.TEXT", "math")
     monkeypatch.setattr("wan_core.sampling.native.attention.card_of", lambda _: replace(NO_CARD, attention=("math",)))
 

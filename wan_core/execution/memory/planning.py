@@ -28,7 +28,7 @@ from wan_core.models.wan.families import family_of
 
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
 FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": TORCH_PER_TOKEN}
-DECODE = {False: 12.9, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
+DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
 TEXT = int(0.15 * GIB)  # activations of encoding prompts
 LATENTS = 0.2 * GIB  # latents and their history, the rotation table, workspaces of products
 LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slots than they free

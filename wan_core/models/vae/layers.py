@@ -208,12 +208,18 @@ class ResidualBlock(nn.Module):
         return h.add_(x if self.shortcut is None else self.shortcut.convolve(x, chunk))
 
     def _in_one_pass(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """The biases join the passes that follow: torch adds each in a pass of its own."""
+        """The biases join the passes that follow: torch adds each in a pass of its own. No result has a name while the
+        next convolution needs the memory."""
         from wan_core.ops.kernels import triton_vae
 
         norm, first, later_norm, second = (cast(Any, self.residual[name]) for name in "0236")
-        h = first.convolve(norm_silu_extend(norm, first, x, chunk), chunk, biased=False)
-        h = second.convolve(norm_silu_extend(later_norm, second, h, chunk, first.bias), chunk, biased=False)
+
+        def convolve(norm: Any, conv: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            extended = norm_silu_extend(norm, conv, x, chunk, bias)
+            del x
+            return conv.convolve(extended, chunk, biased=False)
+
+        h = convolve(later_norm, second, convolve(norm, first, x), first.bias)
         rest = x if self.shortcut is None else self.shortcut.convolve(x, chunk, biased=False)
         return triton_vae.add_with_bias(h, rest, second.bias, None if self.shortcut is None else self.shortcut.bias)
 
