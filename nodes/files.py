@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +15,7 @@ from wan_core.pipeline.sources import TINY
 
 from . import host
 
+Found = TypeVar("Found")
 TINY_T2V, TINY_I2V, TINY_DRIVEN = "tiny (embedded)", "tiny i2v (embedded)", "tiny animate 2 (embedded)"
 
 
@@ -38,6 +41,17 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
     again."""
     files = [file for path in paths for file in sorted(model_files(path))]
     return [(str(file), file.stat().st_mtime_ns) for file in files]
+
+
+def until_changed(check: Callable[..., Found]) -> Callable[..., Found]:
+    """`check` of files, whose result is kept until one of them changes: ComfyUI has all of them checked before every
+    prompt, and the headers of two experts take 0.1 s to read. What it raises is not kept."""
+
+    @lru_cache(maxsize=16)
+    def kept(stamps: tuple[tuple[str, int], ...], *paths: Path) -> Found:
+        return check(*paths)
+
+    return lambda *paths: kept(tuple(fingerprint(*paths)), *paths)
 
 
 def words_of(part: Part, computing: str) -> str:

@@ -15,7 +15,7 @@ from wan_core.pipeline.loras import notes_of, read_loras
 from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
-from .files import fingerprint, locate
+from .files import fingerprint, locate, until_changed
 from .memory import ModelSocket
 from .schema import output, schema
 from .sockets import MODEL
@@ -23,6 +23,7 @@ from .sockets import MODEL
 NONE, SAME = "none", "the file above"
 EMBEDDED = {f"tiny 4-step {expert} (embedded)": path for expert, path in TINY_LORAS.items()}
 MAX_STRENGTH = 100.0
+_check = until_changed(lambda path: check_lora(open_checkpoint(path)))
 
 
 def _strength(expert: str) -> io.Float.Input:
@@ -78,7 +79,7 @@ class WanCoreLoRA(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, high: str | None = None, low: str | None = None) -> bool:
         for path in _files(high, low).values():
-            check_lora(open_checkpoint(path))
+            _check(path)
         return True
 
     @classmethod

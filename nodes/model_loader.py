@@ -30,13 +30,14 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
+from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, until_changed, words_of
 from .memory import ModelSocket
 from .schema import output, schema, widgets
 from .sockets import MODEL
 from .workers import UNCONNECTED, WorkersModel, WorkersSocket, device_of, workers_input
 
 ALONE = "none"  # no second file
+_dit_of = until_changed(lambda *paths: find_experts(*paths).dit)
 
 
 class WanCoreModelLoader(io.ComfyNode):
@@ -86,7 +87,7 @@ class WanCoreModelLoader(io.ComfyNode):
         residency: str | None = None,
         workers: object = UNCONNECTED,
     ) -> bool:
-        dit = None if high is None else find_experts(*_paths(high, low)).dit
+        dit = None if high is None else _dit_of(*_paths(high, low))
         return check_choices(precision, attention, keep_blocks, residency, workers, dit)
 
     @classmethod

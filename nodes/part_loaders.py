@@ -21,7 +21,7 @@ from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import recognise
 
 from . import host
-from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, until_changed, words_of
 from .schema import ADVANCED, output, schema
 from .sockets import TextSocket, VAESocket, VisionSocket
 from .workers import WorkersSocket, WorkersText, WorkersVAE, device_of, workers_input
@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, Callable[[Path], Part]]] = {
     "clip_vision": ("clip_vision", lambda path: recognise(path, "clip_vision", load_vision)),
 }
 """By widget: ComfyUI's folder of its files, and what recognises one."""
+CHECKS = {widget: until_changed(lambda path, find=find: find(path) is not None) for widget, (_, find) in PARTS.items()}
 
 
 def file_input(widget: str, tooltip: str) -> Any:
@@ -47,18 +48,21 @@ def precision_input(precisions: Iterable[str], tooltip: str) -> Any:
 
 def part_of(widget: str, name: str) -> Part:
     """The part behind a name of `file_input`. Raises OptionError."""
-    folder, recognise_file = PARTS[widget]
-    return recognise_file(locate(folder, name, embedded(widget)))
+    return PARTS[widget][1](_path(widget, name))
+
+
+def _path(widget: str, name: str) -> Path:
+    return locate(PARTS[widget][0], name, embedded(widget))
 
 
 def is_part(widget: str, name: str | None) -> bool:
     """For `validate_inputs`, where None comes through a link. Raises OptionError."""
-    return name is None or part_of(widget, name) is not None
+    return name is None or CHECKS[widget](_path(widget, name))
 
 
 def file_stamps(widget: str, name: str | None) -> list[tuple[str, int]]:
     """For `fingerprint_inputs`."""
-    return [] if name is None else fingerprint(locate(PARTS[widget][0], name, embedded(widget)))
+    return [] if name is None else fingerprint(_path(widget, name))
 
 
 class WanCoreTextEncoderLoader(io.ComfyNode):

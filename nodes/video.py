@@ -11,7 +11,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.execution.report import Report
-from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, write_mp4
+from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, encode
 from wan_core.media.sound import Sound
 from wan_core.models.vae.config import check_latents
 from wan_core.models.vae.tiling import TileSpec
@@ -126,7 +126,8 @@ class WanCoreDecodeToVideo(io.ComfyNode):
         report = Report(host.device()) if report is None else report.branch()
         rate = checked_rate(fps)
         with host.temporary_video() as path:
-            write = partial(write_mp4, path, fps=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
+            # Without `write_mp4`, which makes sure that a file survives a power cut: this one is read, and deleted.
+            write = partial(encode, path, rate=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
             _decode_and_write(vae, latent["samples"], TileSpec() if tiling == "always" else None, report, write)
             return io.NodeOutput(host.video_of(path), report)
 

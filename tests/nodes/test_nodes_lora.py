@@ -107,3 +107,19 @@ def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
         with pytest.raises(Refused, match=message) as refused:
             comfy.run(graph(lora(**changed)))
         assert set(refused.value.errors) == {"lora0"} and len(refused.value.errors["lora0"]["errors"]) == 1
+
+
+def test_a_file_that_changes_is_checked_again(comfy: ComfyUI, base: Path) -> None:
+    """What was found out about files is kept as long as they are what they were."""
+    path, kinds = base / "models" / "loras" / "changing.safetensors", []
+    for number in range(4):
+        if number % 2:
+            write_safetensors({"x.weight": torch.zeros(2)}, path, {})
+        else:
+            write_lora(path, seed=number)
+        try:
+            kinds.append("made" if comfy.run(graph(lora(high=path.name), seed=number)).ok else "failed")
+        except Refused as refused:
+            assert "not a LoRA" in str(refused)
+            kinds.append("refused")
+    assert kinds == ["made", "refused"] * 2

@@ -110,15 +110,16 @@ def encode(
     frames: Iterable[NDArray[np.uint8]],
     rate: Fraction,
     encoder: Encoder,
-    tags: Mapping[str, str],
+    tags: Mapping[str, str] | None = None,
     sound: Sound | None = None,
 ) -> None:
+    """Write H.264 into `path` itself, with the metadata `tags`. Raises as `write_mp4`, and leaves what was written."""
     size, count = None, 0
     options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
     codec = {"crf": str(encoder.crf), "preset": encoder.preset, **_instructions()}
     codec |= {} if encoder.lookahead is None else {"rc-lookahead": str(encoder.lookahead)}
     with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
-        container.metadata.update(tags)
+        container.metadata.update(tags or {})
         stream = container.add_stream("libx264", rate=rate, options=codec)
         assert isinstance(stream, av.VideoStream)
         stream.codec_context.thread_type = encoder.threads
