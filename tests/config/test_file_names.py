@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wan_core.config.file_names import file_says, read_name
+from wan_core.config.file_names import file_says, read_name, safetensors_metadata
 from wan_core.sampling.presets import find_preset
 
 # As they are on Hugging Face and Civitai: name -> (steps it is distilled for, expert, SVI).
@@ -143,3 +143,18 @@ def test_the_metadata_of_experts_and_of_svi(tmp_path: Path) -> None:
     assert (says.expert, says.expert_by, says.svi) == ("low", "metadata", "2.0 Pro")
     file.write_bytes(b"\xff" * 20)
     assert file_says(file).steps is None
+
+
+def test_metadata_are_read_again_when_the_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before; a file that is gone says nothing."""
+    path, opened = tmp_path / "one.safetensors", []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *how: opened.append(self) or real(self, *how))
+    for text in ("high", "low", "high"):
+        save_file({"x": torch.zeros(1)}, path, {"expert": text})
+        opened.clear()
+        assert [safetensors_metadata(path)["expert"] for _ in range(3)] == [text] * 3 and opened == [path]
+    path.unlink()
+    assert safetensors_metadata(path) == {}
+    save_file({"x": torch.zeros(1)}, path, {"expert": "low"})
+    assert safetensors_metadata(path)["expert"] == "low"
