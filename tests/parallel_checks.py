@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -20,6 +21,7 @@ from tests import control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE
 from tests.exchanges import exchanges
 from tests.s2v_references import S2V
+from tests.vae_passes import Passes
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
@@ -210,13 +212,24 @@ class CountedCopies(TorchDispatchMode):
 
 
 @torch.no_grad()
-def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk: int | None = 1, last: bool = False):
+def vae(
+    mesh: str,
+    config: str,
+    rows: int,
+    columns: int,
+    frames: int = 3,
+    chunk: int | None = 1,
+    last: bool = False,
+    batch: int = 2,
+    passes: bool | None = None,
+):
     """The largest differences between decoding in strips and whole, and between encoding with ranks and alone, relative
-    to the largest number."""
+    to the largest number. passes: strips are decoded by those of a GPU, with earlier frames beside each other or not;
+    None: by torch's layers."""
     model = small_vae(config)
     model = model.channels_last() if last else model
     generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(2, model.config.z_dim, frames, rows, columns, generator=generator)
+    latents = torch.randn(batch, model.config.z_dim, frames, rows, columns, generator=generator)
 
     def whole() -> tuple[Tensor, Tensor]:
         video = model.decode(latents, chunk=chunk, clamp=False)
@@ -224,7 +237,8 @@ def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk:
 
     video, moments = of_one(mesh, whole)
     model.strips = Strips(ranks_of(mesh).world)
-    split_video = model.decode(latents, chunk=chunk, clamp=False)
+    with nullcontext() if passes is None else Passes(passes).in_place():
+        split_video = model.decode(latents, chunk=chunk, clamp=False)
     split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
     assert split_video.shape == video.shape and split_moments.shape == moments.shape
     return relative(split_video, video), relative(split_moments, moments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.tensors import relative
+from tests.vae_passes import Passes
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names, vae_config
 from wan_core.config import OptionError
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig, check_latents
-from wan_core.models.vae.layers import CausalConv3d, Chunk, ResidualBlock, RMSNorm
+from wan_core.models.vae.layers import CausalConv3d, Chunk, ResidualBlock
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.ops.kernels import fused
@@ -242,32 +241,6 @@ def test_config_from_shapes(config: VAEConfig) -> None:
     assert vae_config(shapes_of(config), {}) == config
 
 
-class Passes:
-    """The kernels of `triton_vae` in torch; `read` has what the first of them read, where that is still alive."""
-
-    def __init__(self) -> None:
-        self.read: list[weakref.ref[Tensor]] = []
-
-    def norm_silu_extend(
-        self, x: Any, bias: Any, gamma: Any, earlier: Any, lead: int, keep: bool, beside: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        self.read.append(weakref.ref(x))
-        x = x if bias is None else x + bias.view(-1, 1, 1, 1)
-        norm = RMSNorm(x.shape[1]).to(x.dtype)
-        norm.gamma.data = gamma
-        new = F.silu(norm(x))
-        frames = torch.cat([torch.zeros_like(new[:, :, :1]).expand(-1, -1, lead, -1, -1), new], 2)
-        if earlier is not None:
-            frames[:, :, :lead] = earlier
-        kept = frames[:, :, -lead:].clone() if keep else None
-        taps = [frames[:, :, tap : tap + x.shape[2]] for tap in range(lead + 1)]
-        return torch.cat(taps, 1) if beside else frames, kept
-
-    @staticmethod
-    def add_with_bias(h: Any, rest: Any, bias: Any, more: Any) -> Tensor:
-        return h + rest + (bias if more is None else bias + more).view(-1, 1, 1, 1)
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("channels", [4, 6])
 @pytest.mark.parametrize("beside", [False, True])
@@ -275,7 +248,7 @@ def test_a_block_in_one_pass(channels: int, beside: bool, monkeypatch: pytest.Mo
     """It gives what it gives layer by layer, in chunks of one frame and of more, with each frame's earlier ones beside
     it too; and its second convolution finds nothing in memory that it does not read."""
     torch.manual_seed(0)
-    block, passes, alive = ResidualBlock(4, channels), Passes(), []
+    block, passes, alive = ResidualBlock(4, channels), Passes(beside), []
     x = torch.randn(1, 4, 8, 5, 6)
 
     def run() -> Tensor:
@@ -289,12 +262,9 @@ def test_a_block_in_one_pass(channels: int, beside: bool, monkeypatch: pytest.Mo
         return real(conv, extended, chunk, biased)
 
     expected, real = run(), CausalConv3d.convolve
-    monkeypatch.setattr("wan_core.ops.kernels.triton_vae", passes, raising=False)
-    monkeypatch.setattr("wan_core.models.vae.layers.in_one_pass", lambda x, chunk: True)
-    monkeypatch.setattr("wan_core.models.vae.layers._small_on_cpu", lambda x: False)
-    monkeypatch.setattr(CausalConv3d, "beside", lambda conv, x: beside)
     monkeypatch.setattr(CausalConv3d, "convolve", convolve)
-    torch.testing.assert_close(run(), expected)
+    with passes.in_place():
+        torch.testing.assert_close(run(), expected)
     assert not any(alive) and len(alive) == 3 * (2 + (channels != 4))
 
 

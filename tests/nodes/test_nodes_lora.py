@@ -120,6 +120,5 @@ def test_a_file_that_changes_is_checked_again(comfy: ComfyUI, base: Path) -> Non
         try:
             kinds.append("made" if comfy.run(graph(lora(high=path.name), seed=number)).ok else "failed")
         except Refused as refused:
-            assert "not a LoRA" in str(refused)
-            kinds.append("refused")
-    assert kinds == ["made", "refused"] * 2
+            kinds.append(str(refused).partition(": its tensors")[0][-10:])
+    assert kinds == ["made", "not a LoRA"] * 2

@@ -258,6 +258,9 @@ def test_clips_of_a_sound_on_ranks_equal_one_rank(ranks, folder):
         ("2x2x1", {"config": "2.1", "rows": 4, "columns": 5, "chunk": None, "last": True}),
         ("1x1x4", {"config": "2.2", "rows": 6, "columns": 6, "chunk": 2}),
         ("1x1x4", {"config": "2.1", "rows": 2, "columns": 3}),  # too small to cut
+        ("1x1x3", {"config": "2.1", "rows": 5, "columns": 9, "batch": 1, "passes": False}),
+        ("1x1x3", {"config": "2.1", "rows": 9, "columns": 5, "batch": 1, "passes": True, "last": True}),
+        ("1x1x4", {"config": "2.2", "rows": 6, "columns": 6, "chunk": 2, "batch": 1, "passes": True}),
     ],
 )
 def test_a_picture_in_strips(ranks, mesh, options):

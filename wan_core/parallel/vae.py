@@ -64,8 +64,9 @@ class Strip:
         """The whole picture, with `scale` positions per cell, on every rank."""
         return gather_parts(strip, [count * scale for count in self.cells], self.group, self.axis)
 
-    def widen(self, x: Tensor, more: int) -> Tensor:
-        """x [..., Y, X] with so many positions of both neighbours; zeros at the edge, as a convolution pads."""
+    def widen(self, x: Tensor, more: int, outside: Tensor | None = None) -> Tensor:
+        """x [..., Y, X] with so many positions of both neighbours; at the edge `outside` [C, 1, 1, 1], or zeros (None),
+        as a convolution pads."""
         axis, me, last = self.axis - 5, self.group.index, self.group.size - 1
         # The previous rank gets this rank's first positions, the next rank its last ones: as many as arrive.
         first, final = x.narrow(axis, 0, more), x.narrow(axis, x.shape[axis] - more, more)
@@ -74,8 +75,8 @@ class Strip:
         arrived = x.new_empty(sum(counts))
         all_to_all(arrived, torch.cat([edge.flatten() for edge in edges.values()]), counts, counts, self.group)
         sides = {rank: part.view(first.shape) for rank, part in zip(edges, arrived.split(first.numel()), strict=True)}
-        zeros = torch.zeros_like(first)
-        return _joined([sides.get(me - 1, zeros), x, sides.get(me + 1, zeros)], axis)
+        edge = (x.new_zeros(1) if outside is None else outside).expand_as(first)
+        return _joined([sides.get(me - 1, edge), x, sides.get(me + 1, edge)], axis)
 
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
         """A convolution's padding (..., rows, columns), with 0 for the axis, which `widen` has extended."""

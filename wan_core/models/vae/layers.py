@@ -71,7 +71,7 @@ class PictureStrip(Protocol):
 
     axis: int  # the axis of [B, C, T, Y, X] that is divided: 3 or 4
 
-    def widen(self, x: Tensor, more: int) -> Tensor: ...
+    def widen(self, x: Tensor, more: int, outside: Tensor | None = None) -> Tensor: ...
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]: ...
     def keys(self, x: Tensor) -> Tensor: ...
 
@@ -117,13 +117,13 @@ class CausalConv3d(nn.Conv3d):
         """Apply the kernel to the result of `extend`. Apart, so that a caller can free `x` before that. biased: whether
         the bias is added here."""
         padding = cast("tuple[int, ...]", self.padding)
+        if chunk.strip is not None:
+            padding = chunk.strip.padding(padding)
         if extended.shape[1] > self.in_channels:  # each frame has the earlier ones beside it
             taps = self.weight.permute(0, 3, 4, 2, 1).flatten(3).permute(0, 3, 1, 2)  # [C', lead + 1 times C, 3, 3]
             bias = self.bias if biased else None
             return as_video(F.conv2d(as_pictures(extended), taps, bias, padding=padding[1:]), len(extended))
         weight = self.weight[:, :, -extended.shape[2] :]
-        if chunk.strip is not None:
-            padding = chunk.strip.padding(padding)
         if _small_on_cpu(extended):
             extended, weight = extended.contiguous(memory_format=_layout(extended)), weight.contiguous()
             return torch.mkldnn_convolution(extended, weight, self.bias, padding, self.stride, self.dilation, 1)
@@ -200,7 +200,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = CausalConv3d(in_channels, out_channels, (1, 1, 1)) if in_channels != out_channels else None
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        if in_one_pass(x, chunk):
+        if in_one_pass(x):
             return self._in_one_pass(x, chunk)
         h = norm_silu_conv(self.residual["0"], self.residual["2"], x, chunk)
         h = norm_silu_conv(self.residual["3"], self.residual["6"], h, chunk)
@@ -234,17 +234,22 @@ def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) ->
     return conv.convolve(norm_silu_extend(norm, conv, x, chunk), chunk)
 
 
-def in_one_pass(x: Tensor, chunk: Chunk) -> bool:
+def in_one_pass(x: Tensor) -> bool:
     """Whether the kernels of `triton_vae` can run."""
-    return chunk.strip is None and len(x) == 1 and not torch.is_grad_enabled() and fused.runs_kernel(x.movedim(1, -1))
+    return len(x) == 1 and not torch.is_grad_enabled() and fused.runs_kernel(x.movedim(1, -1))
 
 
 def norm_silu_extend(norm: RMSNorm, conv: CausalConv3d, x: Tensor, chunk: Chunk, bias: Tensor | None = None) -> Tensor:
     """`conv.extend` of SiLU of the norm of x: in one pass where the kernel can run; bias [C] is added first there."""
-    if not in_one_pass(x, chunk):
+    if not in_one_pass(x):
         return conv.extend(F.silu(norm(x), inplace=True), chunk)
     from wan_core.ops.kernels import triton_vae
 
+    if chunk.strip is not None and conv.kernel_size[1] > 1:
+        # The neighbours' numbers before their norm, which needs one position only. Outside of the picture is what the
+        # bias makes zero, and the norm of that is zero too.
+        outside = None if bias is None else -bias.view(-1, 1, 1, 1)
+        x = chunk.strip.widen(x, conv.kernel_size[1] // 2, outside)
     earlier = chunk.history.pop(conv, None)
     alone = earlier is None and x.shape[2] == 1
     keep = not chunk.last and not alone
