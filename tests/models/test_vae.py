@@ -283,7 +283,11 @@ def on_gpu(config: VAEConfig) -> VideoVAE:
 @torch.inference_mode()
 @CONFIGS
 @pytest.mark.parametrize("chunk", [1, 2, None])
-def test_the_kernel_is_nearer_to_float32_than_torch(config: VAEConfig, chunk: int | None) -> None:
+@pytest.mark.parametrize("beside", [0, 32])
+def test_the_kernel_is_nearer_to_float32_than_torch(
+    config: VAEConfig, chunk: int | None, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wan_core.models.vae.layers.BESIDE", beside)
     vae, exact = on_gpu(config), make_vae(config)
     latents, video = make_latents(config, 5, 4, 6), make_video(config, 17, 4, 6)
     for run, x in (("decode", latents), ("encode", video)):
@@ -296,8 +300,10 @@ def test_the_kernel_is_nearer_to_float32_than_torch(config: VAEConfig, chunk: in
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_frames_that_stand_still_are_the_same_bits_on_a_gpu() -> None:
+@pytest.mark.parametrize("beside", [0, 32])
+def test_frames_that_stand_still_are_the_same_bits_on_a_gpu(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated frame equals a computed one, as on the CPU."""
+    monkeypatch.setattr("wan_core.models.vae.layers.BESIDE", beside)
     vae, video = on_gpu(WIDE_21), make_video(WIDE_21, 61, 4, 4).to(CUDA)
     video[:, :, 1:] = 0
     latents = vae.encode(video)
