@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions
 from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_memory
+from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.optimize import set_attention
 from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
@@ -208,6 +209,10 @@ class ComfyMemory(RunOwner):
         return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
 
     def plan(self) -> MemoryPlan:
+        """With the host memory that ComfyUI's models pin and weights to be read need."""
+        distinct = set(self.patchers.values())
+        to_read = sum(one.part.bytes for one in distinct if not (one.is_loaded or one.in_host_memory))
+        host.release_pinned(int(to_read / (1 - KEPT_FREE)))
         return plan_experts(self.model, self.run_plan)
 
     def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from wan_core.config import OptionError
 from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory, vae_bytes
+from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.text.tokenizer import TokenCount
@@ -63,6 +65,7 @@ class TextSocket(ComfyObject):
         sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
         if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
             if not patcher.in_host_memory:
+                host.release_pinned(int(part.bytes / (1 - KEPT_FREE)))
                 patcher.wait(part, plan_host({"text_encoder": part}, host_room()).waits("text_encoder"))
             patcher.stream(0)
         return cast(TextEncoder, patcher.use(TEXT)).read(prompts)
@@ -198,6 +201,7 @@ class VAESocket(ComfyObject):
     ) -> Tensor:
         """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
         shape = images_shape(self.config, samples)
+        host.release_pinned(4 * prod(shape))
         check_pictures(shape, host.spare_bytes())
         images = torch.empty(shape)
         collect = partial(collect_images, images=images)

@@ -17,7 +17,7 @@ from wan_core.models.wan.families import image_task
 from wan_core.models.wan.families.family import Family
 from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.pipeline.check import size_notes
-from wan_core.pipeline.memory_planning import check_peak
+from wan_core.pipeline.memory_planning import check_peak, peak_bytes
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
@@ -116,6 +116,8 @@ def check_room(
     have pictures."""
     width, height, frames = size
     if width is not None and height is not None and frames is not None:
+        if not before_run:
+            host.release_pinned(peak_bytes(family, config, width, height, frames, batch=batch or 1, given=given))
         room = host.spare_bytes(before_run=before_run)
         check_peak(family, config, (width, height, frames), room, batch=batch or 1, given=given)
     return True

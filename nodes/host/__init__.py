@@ -16,7 +16,7 @@ from .folders import (
     unfinished_path,
     video_of,
 )
-from .memory import Held, Weights, evict_all, load, log, read_ahead, room, spare_bytes
+from .memory import Held, Weights, evict_all, load, log, read_ahead, release_pinned, room, spare_bytes
 from .native import check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
 from .native_model import describe, sampler_sigmas, window_schedule

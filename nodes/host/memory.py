@@ -326,6 +326,14 @@ def room() -> int:
     return int(total) - CONTEXT
 
 
+def release_pinned(nbytes: int) -> None:
+    """Have ComfyUI's models release host memory that they pinned, until `nbytes` are available. Where it streams
+    weights (dynamic VRAM), it keeps pinned copies of them in all memory but a few GiB, until someone needs it."""
+    release = getattr(model_management, "ensure_pin_budget", None)  # not in ComfyUI 0.8
+    if release is not None:
+        release(nbytes)
+
+
 def spare_bytes(*, before_run: bool = False) -> int:
     """Host memory that a node may take. before_run: when a graph is queued, what this process holds counts as available
     too, because results of earlier graphs may leave before the node runs."""

@@ -245,18 +245,6 @@ def check_changed_blocks(it: World) -> None:
             kind.forward = real
 
 
-def check_known_where_weights_are_streamed(it: World) -> None:
-    """With dynamic VRAM, which is on for NVIDIA cards, ComfyUI's layers have no weights before a file is loaded."""
-    from comfy import memory_management
-
-    it.blocks.is_known.cache_clear()
-    enabled, memory_management.aimdo_enabled = memory_management.aimdo_enabled, True
-    try:
-        assert it.blocks.is_known(*it.forwards())
-    finally:
-        memory_management.aimdo_enabled = enabled
-
-
 def check_blocks_of_a_newer_comfyui(it: World) -> None:
     """Blocks of the same names that compute something else are ComfyUI's."""
     import comfy.ldm.wan.model as wan
