@@ -171,6 +171,8 @@ def _changes_speed(model: Any) -> Iterator[str]:
         yield "a WanCore node for MODEL: choose 'attention' here and connect 'skipping' to the WanCore Sampler"
     if getattr(model, "additional_models", {}).get("multigpu"):
         yield "several GPUs: connect a WanCore Launcher"
+    if model.load_device != host.device():
+        yield f"its device {model.load_device}: without a WanCore Launcher it runs on {host.device()}"
 
 
 def _is_known(key: str) -> bool:

@@ -137,14 +137,12 @@ class Accelerated:
             fuse = partial(run_fused, run)
             add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, fuse, guider.model_options, is_model_options=True)
 
+        wait = partial(wait_for, guider.model_patcher.load_device)
+
         def stepped(step: int, *arguments: Any) -> None:
             run.pass_step(step, wait)
             if callback is not None:
                 callback(step, *arguments)
-
-        def wait() -> None:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
 
         try:
             result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
@@ -235,6 +233,12 @@ class Accelerated:
         share = attention_share(dit, tokens_of(dit, shape))
         advice = self._next(patcher, run, shape, planned), advice_for(run, kernels, card, each)
         self.report(report_text(run, share, "; ".join(filter(None, advice))))
+
+
+def wait_for(device: torch.device) -> None:
+    """For what is queued on a model's device, which need not be the current one (Select Model Device)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def solver_of(sampler: Any) -> str:

@@ -223,6 +223,18 @@ def check_context(it: World) -> None:
     assert it.said[-1].startswith(said("18 by sparse attention (math)", 18)) and "sparse attention: " in it.said[-1]
 
 
+def check_time_of_another_device(it: World) -> None:
+    """A run ends when the model's own device has computed it, which may be another than the current one."""
+    run = importlib.import_module("pack.nodes.host.native_run")
+    real, model, waited = run.wait_for, tiny("WAN21_T2V"), []
+    run.wait_for = waited.append
+    try:
+        sample(it(model), {}, SIZE)
+    finally:
+        run.wait_for = real
+    assert waited == [model.load_device], waited
+
+
 def check_devices(it: World) -> None:
     """Conditions divided among two devices, a thread each, as ComfyUI's multi-GPU nodes have them."""
     import comfy.multigpu

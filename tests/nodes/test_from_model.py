@@ -86,6 +86,12 @@ class ForgetFile(Base):
         model.cached_patcher_init = None
         return (model,)
 
+class Elsewhere(Base):
+    def run(self, model):
+        model = model.clone()
+        model.load_device = torch.device("cpu", 1)  # as Select Model Device does
+        return (model,)
+
 class Hash:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
     @classmethod
@@ -94,7 +100,7 @@ class Hash:
     def run(self, latent):
         return (hashlib.sha256(latent["samples"].contiguous().numpy().tobytes()).hexdigest(),)
 
-CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Hash)
+CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Elsewhere, Hash)
 NODE_CLASS_MAPPINGS = {made.__name__: made for made in CLASSES}
 """
 
@@ -232,6 +238,11 @@ def test_the_attention_that_a_lora_asks_for_is_reported(comfy: ComfyUI) -> None:
     info = run.outputs["bridge"]["text"][0]
     assert facts(run)["hash"] == facts(comfy.run(ours()))["hash"]
     assert "the high MODEL: not taken over: the attention that a LoRA asks for: choose 'attention' here" in info
+
+
+def test_another_device_is_reported(comfy: ComfyUI) -> None:
+    info = comfy.run(native(extra="Elsewhere")).outputs["bridge"]["text"][0]
+    assert "the high MODEL: not taken over: its device cpu:1: without a WanCore Launcher it runs on cpu" in info
 
 
 def test_weights_in_memory_stand_for_a_file_that_is_not_known(comfy: ComfyUI) -> None:
