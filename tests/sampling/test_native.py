@@ -108,23 +108,23 @@ def test_what_is_left_goes_to_the_override_before_or_to_comfyui(why: str) -> Non
 
 
 @pytest.fixture
-def text_by_math(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card on which another kernel is faster with a text: one that runs on a CPU, in the place of cuDNN."""
-    monkeypatch.setattr("wan_core.sampling.native.attention.TEXT", "math")
-    monkeypatch.setattr("wan_core.sampling.native.attention.card_of", lambda _: replace(NO_CARD, attention=("math",)))
+def prefers_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card for which torch has a faster kernel with a text than the one that ComfyUI has it take."""
+    card = replace(NO_CARD, attention=("sdpa", "cudnn"))
+    monkeypatch.setattr("wan_core.sampling.native.attention.card_of", lambda _: card)
 
 
-@pytest.mark.parametrize("attention", ["auto", "math-fp8", "math"])
+@pytest.mark.parametrize("attention", ["auto", "math-fp8", "sdpa"])
 @pytest.mark.parametrize("sparse", [None, HALF])
 def test_a_text_is_taken_where_a_kernel_is_faster(
-    text_by_math: None, attention: str, sparse: SparseOptions | None
+    prefers_cudnn: None, attention: str, sparse: SparseOptions | None
 ) -> None:
     """Whatever computes self-attention; not other keys that are few, and with what takes no other call neither."""
     of = NativeForward(run_of(0.5, sparse), GRID, text=12)
     attend, tensors = NativeAttention(attention), qkv(TOKENS, 12)
     output = attend(original, *tensors, **options(of))
     torch.testing.assert_close(heads(output), math_reference(*map(heads, tensors)), atol=1e-5, rtol=1e-5)
-    assert of.run.words() == "self-attention calls: none; cross-attention calls: 1 by math" and not of.run.taken
+    assert of.run.words() == "self-attention calls: none; cross-attention calls: 1 by sdpa" and not of.run.taken
     assert (attend(original, *qkv(TOKENS, 9), **options(of)) == 7).all()  # not the text: an image's or a voice's
     assert (attend(original, *tensors, mask=torch.ones(TOKENS, 12), **options(of)) == 7).all()
     assert of.run.left == {"cross-attention calls": 2}
@@ -132,14 +132,13 @@ def test_a_text_is_taken_where_a_kernel_is_faster(
     assert not torch.equal(chosen(original, *tensors, **options(of)), tensors[0] * 2)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", COMFYUI])
-def test_a_text_is_left_where_torch_or_comfyui_was_chosen(text_by_math: None, attention: str) -> None:
+def test_a_text_is_left_where_comfyuis_kernel_was_chosen(prefers_cudnn: None) -> None:
     of = NativeForward(run_of(), GRID, text=12)
-    assert (NativeAttention(attention)(original, *qkv(TOKENS, 12), **options(of)) == 7).all()
+    assert (NativeAttention(COMFYUI)(original, *qkv(TOKENS, 12), **options(of)) == 7).all()
     assert of.run.left == {"cross-attention calls": 1}
 
 
-def test_the_step_that_is_compared_leaves_the_text_too(text_by_math: None) -> None:
+def test_the_step_that_is_compared_leaves_the_text_too(prefers_cudnn: None) -> None:
     run = NativeRun(SchedulePart(0, 2, 2), compare=True)
     run.pass_step(0, lambda: None)
     assert (

@@ -29,7 +29,9 @@ Override = Callable[..., Tensor]
 COMFYUI = "comfyui"  # in the place of a backend's name: attention to all keys stays ComfyUI's
 CROSS, AS_CHOSEN = "cross-attention calls", "self-attention, as chosen"  # why calls are left
 UNKNOWN = "calls of an unknown form"
-TEXT = "cudnn"  # the backend for the keys of a text. ComfyUI's FlashAttention 2 takes twice as long on Hopper
+# The backend for the keys of a text. torch takes cuDNN where cards prefer it; ComfyUI has it take FlashAttention 2
+# first, which takes twice as long on Hopper.
+TEXT, PREFERRED = "sdpa", "cudnn"
 SHORT = 1024  # keys below which a backend that rounds is not used: nothing to gain
 # What ComfyUI may pass beside q, k and v without changing what is computed.
 KNOWN = {"heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options"}
@@ -161,7 +163,7 @@ class NativeAttention:
 
     def _backend(self, q: Tensor, keys: int, crosses: bool) -> tuple[str, Attention] | str:
         """The name and the backend for q [B, L, H, D], or why there is none. crosses: to the keys of a text."""
-        if self.attention == COMFYUI or (crosses and self.attention == "sdpa"):
+        if self.attention == COMFYUI:
             return AS_CHOSEN
         key = q.device, q.dtype, q.shape[-1], crosses
         if key not in self._backends:
@@ -171,7 +173,7 @@ class NativeAttention:
             elif name in CHOSEN:
                 name = auto_choice(capability(q.device), q.dtype, q.shape[-1], rounding=name == "fast")
             reason = BACKENDS[name].why_not(*key[:3])
-            if crosses and name not in card_of(capability(q.device)).attention:
+            if crosses and PREFERRED not in card_of(capability(q.device)).attention:
                 reason = "was not faster on this card"
             self._backends[key] = (
                 (name, BACKENDS[name].load()) if reason is None else f"self-attention ({name} {reason})"
