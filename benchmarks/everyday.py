@@ -1,8 +1,8 @@
 """Suite `everyday`: ComfyUI's own image-to-video template, from the click to the file, with its nodes and with ours.
 
 Needs a checkout of ComfyUI (COMFYUI_PATH; its Python: COMFYUI_PYTHON or this one) and about 40 GB for files with random
-weights (`--scratch`, /dev/shm keeps them in memory; files that are there are used again). Everything runs in a real
-ComfyUI server over its API. `--setting` takes parts of it:
+weights, 70 with `t2v` (`--scratch`, /dev/shm keeps them in memory; files that are there are used again). Everything
+runs in a real ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance
 fresh    the same with a new prompt, of each side's own, and a new picture in each counted run

@@ -201,8 +201,7 @@ class VAESocket(ComfyObject):
     ) -> Tensor:
         """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
         shape = images_shape(self.config, samples)
-        host.release_pinned(4 * prod(shape))
-        check_pictures(shape, host.spare_bytes())
+        check_pictures(shape, host.spare_bytes(4 * prod(shape)))
         images = torch.empty(shape)
         collect = partial(collect_images, images=images)
         return self.decode_to(samples, report, collect, dtype=images.dtype, tile=tile, on_frames=on_frames)

@@ -116,9 +116,8 @@ def check_room(
     have pictures."""
     width, height, frames = size
     if width is not None and height is not None and frames is not None:
-        if not before_run:
-            host.release_pinned(peak_bytes(family, config, width, height, frames, batch=batch or 1, given=given))
-        room = host.spare_bytes(before_run=before_run)
+        needed = peak_bytes(family, config, width, height, frames, batch=batch or 1, given=given)
+        room = host.spare_bytes(needed, before_run=before_run)
         check_peak(family, config, (width, height, frames), room, batch=batch or 1, given=given)
     return True
 

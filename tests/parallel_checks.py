@@ -6,7 +6,6 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -21,7 +20,6 @@ from tests import control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE
 from tests.exchanges import exchanges
 from tests.s2v_references import S2V
-from tests.vae_passes import Passes
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
@@ -33,9 +31,6 @@ from wan_core.config import (
     SparseOptions,
 )
 from wan_core.execution.optimize import compile_blocks, optimize
-from wan_core.models.vae.config import VAE_21, VAE_22
-from wan_core.models.vae.layers import AttentionBlock
-from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import Attention, AttentionCall
@@ -44,7 +39,6 @@ from wan_core.parallel.chords import BEGINNINGS, TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_lse, shard_lengths
-from wan_core.parallel.vae import Strips
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
@@ -211,39 +205,6 @@ class CountedCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@torch.no_grad()
-def vae(
-    mesh: str,
-    config: str,
-    rows: int,
-    columns: int,
-    frames: int = 3,
-    chunk: int | None = 1,
-    last: bool = False,
-    batch: int = 2,
-    passes: bool | None = None,
-):
-    """The largest differences between decoding in strips and whole, and between encoding with ranks and alone, relative
-    to the largest number. passes: strips are decoded by those of a GPU, with earlier frames beside each other or not;
-    None: by torch's layers."""
-    model = small_vae(config)
-    model = model.channels_last() if last else model
-    generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(batch, model.config.z_dim, frames, rows, columns, generator=generator)
-
-    def whole() -> tuple[Tensor, Tensor]:
-        video = model.decode(latents, chunk=chunk, clamp=False)
-        return video, torch.cat(model.encode_moments(video, chunk=chunk), 1)
-
-    video, moments = of_one(mesh, whole)
-    model.strips = Strips(ranks_of(mesh).world)
-    with nullcontext() if passes is None else Passes(passes).in_place():
-        split_video = model.decode(latents, chunk=chunk, clamp=False)
-    split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
-    assert split_video.shape == video.shape and split_moments.shape == moments.shape
-    return relative(split_video, video), relative(split_moments, moments)
-
-
 def fails(mesh: str, rank: int, how: str) -> None:
     """Raise, die or hang on one rank, while the others wait for it."""
     if ranks_of(mesh).rank != rank:
@@ -254,17 +215,6 @@ def fails(mesh: str, rank: int, how: str) -> None:
         os._exit(3)
     else:
         time.sleep(60)
-
-
-def small_vae(config: str) -> VideoVAE:
-    """Random weights everywhere, also where a new model has zeros."""
-    base = {"2.1": VAE_21, "2.2": VAE_22}[config]
-    torch.manual_seed(0)
-    model = VideoVAE(replace(base, encoder_dim=8, decoder_dim=8)).eval().requires_grad_(False)
-    for block in model.modules():
-        if isinstance(block, AttentionBlock):
-            torch.nn.init.normal_(block.proj.weight, std=0.3)
-    return model
 
 
 def relative(actual: Tensor, wanted: Tensor) -> float:

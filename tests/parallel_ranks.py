@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 120.0
 GRACE = 10.0  # for other ranks' answers, after the fault of one
 LEAVE = "leave"
-CHECKS = ("parallel_checks", "parallel_families", "parallel_loading", "parallel_sparse")
+CHECKS = ("parallel_checks", "parallel_families", "parallel_loading", "parallel_sparse", "parallel_vae")
 
 
 def free_port() -> int:

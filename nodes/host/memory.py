@@ -334,11 +334,14 @@ def release_pinned(nbytes: int) -> None:
         release(nbytes)
 
 
-def spare_bytes(*, before_run: bool = False) -> int:
-    """Host memory that a node may take. before_run: when a graph is queued, what this process holds counts as available
-    too, because results of earlier graphs may leave before the node runs."""
+def spare_bytes(needed: int = 0, *, before_run: bool = False) -> int:
+    """Host memory that a node may take, after ComfyUI's models released what they pinned of the `needed` bytes.
+    before_run: when a graph is queued nothing is released, and what this process holds counts as available too, because
+    results of earlier graphs may leave before the node runs."""
     import psutil  # pyright: ignore[reportMissingModuleSource]
 
+    if needed and not before_run:
+        release_pinned(needed)
     free = available_bytes(swap=True)
     if free is None:
         free = psutil.virtual_memory().available + psutil.swap_memory().free

@@ -136,7 +136,7 @@ class CausalConv3d(nn.Conv3d):
 
     def beside(self, x: Tensor) -> bool:
         """Whether frames are convolved as pictures with the earlier ones' channels beside theirs."""
-        return self.lead > 0 and self.in_channels == BESIDE and capability(x.device) == HOPPER
+        return self.in_channels == BESIDE and capability(x.device) == HOPPER
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         return self.convolve(self.extend(x, chunk), chunk)
@@ -206,24 +206,20 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         if in_one_pass(x):
             return self._in_one_pass(x, chunk)
-        h = norm_silu_conv(self.residual["0"], self.residual["2"], x, chunk)
-        h = norm_silu_conv(self.residual["3"], self.residual["6"], h, chunk)
+        # What the second convolution does not read has no name while that needs the memory.
+        norm, first, later_norm, second = (self.residual[name] for name in "0236")
+        h = norm_silu_conv(later_norm, second, norm_silu_conv(norm, first, x, chunk), chunk)
         # The shortcut is computed last, so that its result is not in memory during the two convolutions.
         return h.add_(x if self.shortcut is None else self.shortcut.convolve(x, chunk))
 
     def _in_one_pass(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """The biases join the passes that follow: torch adds each in a pass of its own. No result has a name while the
-        next convolution needs the memory."""
+        """The biases join the passes that follow: torch adds each in a pass of its own."""
         from wan_core.ops.kernels import triton_vae
 
         norm, first, later_norm, second = (cast(Any, self.residual[name]) for name in "0236")
-
-        def convolve(norm: Any, conv: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            extended = norm_silu_extend(norm, conv, x, chunk, bias)
-            del x
-            return conv.convolve(extended, chunk, biased=False)
-
-        h = convolve(later_norm, second, convolve(norm, first, x), first.bias)
+        h = norm_silu_conv(
+            later_norm, second, norm_silu_conv(norm, first, x, chunk, biased=False), chunk, first.bias, biased=False
+        )
         rest = x if self.shortcut is None else self.shortcut.convolve(x, chunk, biased=False)
         return triton_vae.add_with_bias(h, rest, second.bias, None if self.shortcut is None else self.shortcut.bias)
 
@@ -232,10 +228,14 @@ class ResidualBlock(nn.Module):
         return still.after(4)
 
 
-def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) -> Tensor:
+def norm_silu_conv(
+    norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk, bias: Tensor | None = None, biased: bool = True
+) -> Tensor:
+    """bias [C]: is added to x first, where its kernel can run. biased: whether that of `conv` is added here."""
     norm, conv = cast(RMSNorm, norm), cast(CausalConv3d, conv)
-    # One expression, so that the normalised input is freed as soon as `extend` has copied it.
-    return conv.convolve(norm_silu_extend(norm, conv, x, chunk), chunk)
+    extended = norm_silu_extend(norm, conv, x, chunk, bias)
+    del x  # the convolution needs the memory
+    return conv.convolve(extended, chunk, biased)
 
 
 def in_one_pass(x: Tensor) -> bool:
@@ -366,46 +366,3 @@ def as_pictures(x: Tensor) -> Tensor:
 def as_video(pictures: Tensor, batch: int) -> Tensor:
     """[B*T, C, Y, X] -> [B, C, T, Y, X], a view."""
     return pictures.unflatten(0, (batch, -1)).transpose(1, 2)
-
-
-# ------------------------------------------------------------------------------------------------- shortcuts of Wan 2.2
-
-
-def fold_average(x: Tensor, out_channels: int, time: int, space: int) -> Tensor:
-    """Downsampling shortcut: folds `time` x `space` x `space` neighbours into channels, then averages groups of
-    channels.
-
-    [B, C, T, Y, X] -> [B, out_channels, ceil(T / time), Y / space, X / space]. Missing frames before frame 0 are zeros.
-    """
-    x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % time, 0)) if x.shape[2] % time else x
-    x = x.unflatten(4, (-1, space)).unflatten(3, (-1, space)).unflatten(2, (-1, time))
-    x = x.permute(0, 1, 3, 5, 7, 2, 4, 6)  # [B, C, time, space, space, T, Y, X]
-    return x.flatten(1, 4).unflatten(1, (out_channels, -1)).mean(dim=2)
-
-
-def unfold_repeat(x: Tensor, out_channels: int, time: int, space: int, first: bool) -> Tensor:
-    """Upsampling shortcut: repeats channels, then unfolds them into `time` x `space` x `space` neighbours.
-
-    [B, C, T, Y, X] -> [B, out_channels, T * time, Y * space, X * space], without the frames before frame 0.
-    """
-    repeats = out_channels * time * space * space // x.shape[1]
-    x = x.repeat_interleave(repeats, dim=1).unflatten(1, (out_channels, time, space, space))
-    x = x.permute(0, 1, 5, 2, 6, 3, 7, 4)  # [B, C, T, time, Y, space, X, space]
-    x = x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
-    return x[:, :, time - 1 :] if first else x
-
-
-def fold_patches(video: Tensor, patch: int) -> Tensor:
-    """[B, C, F, H, W] -> [B, C * column * row, F, H / patch, W / patch], `row` and `column` inside the patch."""
-    if patch == 1:
-        return video
-    x = video.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))  # [B, C, F, H, row, W, column]
-    return x.permute(0, 1, 6, 4, 2, 3, 5).flatten(1, 3)
-
-
-def unfold_patches(x: Tensor, patch: int) -> Tensor:
-    """The inverse of `fold_patches`."""
-    if patch == 1:
-        return x
-    x = x.unflatten(1, (-1, patch, patch))  # [B, C, column, row, F, H, W]
-    return x.permute(0, 1, 4, 5, 3, 6, 2).flatten(5, 6).flatten(3, 4)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from wan_core.config import OptionError
 from wan_core.models.vae.config import VAEConfig, check_latents
+from wan_core.models.vae.folds import fold_average, fold_patches, unfold_patches, unfold_repeat
 from wan_core.models.vae.layers import (
     AttentionBlock,
     CausalConv3d,
@@ -29,12 +30,8 @@ from wan_core.models.vae.layers import (
     RMSNorm,
     Still,
     Upsample,
-    fold_average,
-    fold_patches,
     norm_silu_conv,
     repeat_frame,
-    unfold_patches,
-    unfold_repeat,
 )
 from wan_core.models.vae.tiling import Tile, TileSpec, plan_tiles
 
