@@ -33,7 +33,6 @@ GAINS = (
     Gain(
         text=("four steps, **one click** in ComfyUI's workflow", "4 步，在 ComfyUI 的工作流中**点一下**"),
         video=EXACT,
-        result="everyday-click-h200",
         before=NATIVE,
         after=FIRST_SEED + CLICKED,
     ),

@@ -80,7 +80,6 @@ FOUR_STEPS = Table(
 )
 TABLES = {
     "four-steps": replace(FOUR_STEPS, result="everyday-on-h200"),
-    "click": replace(FOUR_STEPS, result="everyday-click-h200"),
     "four-steps-720": replace(FOUR_STEPS, result="everyday-on720-h200"),
     "fresh": Table(
         result="everyday-fresh-h200",
