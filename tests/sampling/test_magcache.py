@@ -140,7 +140,7 @@ plans = st.builds(
     task=st.sampled_from(["t2v-A14B", "i2v-A14B", "ti2v-5B"]),
     steps=st.integers(1, 80),
     shift=st.floats(0.5, 20),
-    boundary=st.floats(0, 1),
+    boundary=st.floats(0, 1, exclude_min=True),  # at 0 one transformer has no low-noise steps
     guidance_high=st.sampled_from([1.0, 3.5]),
     guidance_low=st.sampled_from([1.0, 3.0]),
 )

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.config import OptionError
-from wan_core.models.wan.families import TASKS
+from wan_core.config import OptionError, PlanNumbers
+from wan_core.models.wan.families import TASKS, find_task
 from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.presets import preset_plan
 
 # Timesteps of the official UniPC scheduler (Wan2.2/wan/utils/fm_solvers_unipc.py)
 UNIPC = {
@@ -91,7 +92,7 @@ numbers = st.fixed_dictionaries(
         "task": st.sampled_from(sorted(TASKS)),
         "steps": st.integers(1, 100),
         "shift": st.floats(0.1, 30),
-        "boundary": st.floats(0, 1),
+        "boundary": st.floats(0, 1, exclude_min=True),
         "guidance_high": st.floats(0, 20),
         "guidance_low": st.floats(0, 20) | st.just(1.0),
         "solver": st.sampled_from(sorted(SCHEDULES)),
@@ -117,6 +118,13 @@ def test_properties(given_numbers):
     assert len(plan.table().splitlines()) >= 2 + len(plan.steps)
 
 
+def test_one_transformer_has_a_second_guidance_below_a_boundary():
+    plan = make_plan(task="ti2v-5B", boundary=0.5, guidance_high=5.0, guidance_low=1.0)
+    assert {(step.expert, step.guidance) for step in plan.steps} == {("high", 5.0), ("low", 1.0)}
+    guided = PlanNumbers(preset="4-step-guided")  # guidance 1 for low-noise steps, of which there are none
+    assert {step.guidance for step in preset_plan(guided, task=find_task("ti2v-5B")).steps} == {3.5}
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -131,9 +139,9 @@ def test_properties(given_numbers):
         {"solver": "ddim"},
         {"task": "t2v-1B"},
         {"task": "ti2v-5B", "guidance_low": 3.0},
-        {"task": "ti2v-5B", "guidance_low": 3.0, "boundary": 0.5},
+        {"task": "ti2v-5B", "guidance_high": 5.0, "guidance_low": 3.0},
     ],
 )
 def test_bad_numbers_say_what_is_allowed(bad):
-    with pytest.raises(OptionError, match=r"allowed|use one of|must be|from 0 to 1|give that"):
+    with pytest.raises(OptionError, match=r"allowed|use one of|must be|from 0 to 1|give guidance_high alone"):
         make_plan(**bad)

@@ -250,15 +250,16 @@ def make_plan(
     run: the plan has all steps until `cut_plan`. Raises OptionError.
     """
     default = find_task(task) if isinstance(task, str) else task
-    if guidance_low is not None and guidance_high is None and not TASKS[default.name].two_experts:
-        raise OptionError(
-            f"guidance {guidance_low} given for the low-noise expert, but {default.name} has one transformer, which "
-            "uses guidance_high: give that, or both"
-        )
     own_schedule = None if sigmas is None else given_schedule(sigmas)
     steps = (default.steps if own_schedule is None else len(own_schedule[1])) if steps is None else steps
     shift = default.shift if shift is None else shift
     boundary = default.boundary if boundary is None else boundary
+    if guidance_low not in (None, guidance_high) and not boundary and not TASKS[default.name].two_experts:
+        raise OptionError(
+            f"guidance {guidance_low:g} given for the low-noise steps, but {default.name} has one transformer, and at "
+            "boundary 0 all of its steps are high-noise: give guidance_high alone (--guidance with one number), or a "
+            "boundary above 0"
+        )
     guidance: dict[Expert, float] = {
         "high": default.guidance_high if guidance_high is None else guidance_high,
         "low": default.guidance_low if guidance_low is None else guidance_low,

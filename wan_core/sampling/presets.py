@@ -114,7 +114,10 @@ def preset_plan(
         values["shift"] = usual.shift if values["shift"] is None and sigmas is None else values["shift"]
         if task.two_experts and values["boundary"] is None:
             values["boundary"] = usual.boundary
-    values = {name: getattr(preset, name, None) if value is None else value for name, value in values.items()}
+    of_preset = {name: getattr(preset, name, None) for name in values}
+    if not task.two_experts and not values["boundary"]:  # no step is a low-noise one
+        of_preset["guidance_low"] = None
+    values = {name: of_preset[name] if value is None else value for name, value in values.items()}
     if numbers.steps is None and sigmas is not None:
         values["steps"] = len(sigmas) - 1
     plan = make_plan(task=task, sigmas=sigmas, window=window, **values)
