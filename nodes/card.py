@@ -13,6 +13,7 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.config.changes import stamps
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.config.outputs import Outputs
 from wan_core.execution.report import Report
@@ -201,7 +202,7 @@ class NodeMaker:
     def identity(self) -> object:
         """Decides with the settings of a card which videos are its own."""
         model = self.model
-        files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in model.experts.of.values()]
+        files = stamps(part.path for part in model.experts.of.values() if part.path is not None)
         loras = {name: [(one.key, one.strength) for one in lora_files] for name, lora_files in model.loras.items()}
         parts = [getattr(part, "file", type(part).__name__) for part in (self.clip, self.vae)]
         pixels = b"" if self.image is None else self.image.cpu().float().numpy().tobytes()

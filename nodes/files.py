@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from wan_core.config.outputs import model_files
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.sources import TINY
 
 from . import host
 
-Found = TypeVar("Found")
 TINY_T2V, TINY_I2V, TINY_DRIVEN = "tiny (embedded)", "tiny i2v (embedded)", "tiny animate 2 (embedded)"
 
 
@@ -34,24 +30,6 @@ def locate(folder: str, name: object, inside: Mapping[str, Path]) -> Path:
     """The file behind a name that the widget offers: a file of the package (`inside`), or one that ComfyUI lists in a
     kind of model folder. All nodes open models through this. Raises OptionError for any other name."""
     return inside[name] if isinstance(name, str) and name in inside else host.model_path(folder, name)
-
-
-def fingerprint(*paths: Path) -> list[tuple[str, int]]:
-    """Changes when a file does, also in a folder of shards, so that a file replaced under its old name is loaded
-    again."""
-    files = [file for path in paths for file in sorted(model_files(path))]
-    return [(str(file), file.stat().st_mtime_ns) for file in files]
-
-
-def until_changed(check: Callable[..., Found]) -> Callable[..., Found]:
-    """`check` of files, whose result is kept until one of them changes: ComfyUI has all of them checked before every
-    prompt, and to recognise two experts takes 60 ms. What it raises is not kept."""
-
-    @lru_cache(maxsize=16)
-    def kept(stamps: tuple[tuple[str, int], ...], *paths: Path) -> Found:
-        return check(*paths)
-
-    return lambda *paths: kept(tuple(fingerprint(*paths)), *paths)
 
 
 def words_of(part: Part, computing: str) -> str:

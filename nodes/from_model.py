@@ -14,6 +14,7 @@ from torch import nn
 
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.config.changes import stamps
 from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.native_patches import lora_checkpoints, loras_of_patches
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
@@ -21,7 +22,6 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .files import fingerprint
 from .model_loader import check_choices, check_residency, hold, info_of, run_inputs, socket_of
 from .native_model import NativeModel, read_native
 from .schema import output, schema
@@ -109,9 +109,9 @@ def _made(
 ) -> tuple[ModelSettings, Mapping[Expert, host.Held]]:
     """The experts of these native models: those of the last time, where nothing but LoRAs and shift changed."""
     sources = [native.source for native in natives.values()]
-    stamps = fingerprint(*(source for source in sources if isinstance(source, Path)))
+    files = stamps(source for source in sources if isinstance(source, Path))
     owner, owners = natives["high"].owner, tuple(weakref.ref(native.owner) for native in natives.values())
-    key = (tuple(sorted(asdict(options).items())), tuple(stamps), owners, device)
+    key = (tuple(sorted(asdict(options).items())), files, owners, device)
     if owner not in _MADE or _MADE[owner][0] != key:
         settings = resolve_settings(find_experts(*sources), options, device)
         _MADE[owner] = key, settings, hold(settings)

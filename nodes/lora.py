@@ -10,12 +10,13 @@ from comfy_api.latest import io, ui
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.lora.read import check_lora
 from wan_core.config import LoraOptions, OptionError
+from wan_core.config.changes import Stamps, stamps, until_changed
 from wan_core.execution.report import WARNING
 from wan_core.pipeline.loras import notes_of, read_loras
 from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
-from .files import fingerprint, locate, until_changed
+from .files import locate
 from .memory import ModelSocket
 from .schema import output, schema
 from .sockets import MODEL
@@ -23,7 +24,7 @@ from .sockets import MODEL
 NONE, SAME = "none", "the file above"
 EMBEDDED = {f"tiny 4-step {expert} (embedded)": path for expert, path in TINY_LORAS.items()}
 MAX_STRENGTH = 100.0
-_check = until_changed(lambda path: check_lora(open_checkpoint(path)))
+_check = until_changed(16)(lambda path: check_lora(open_checkpoint(path)))
 
 
 def _strength(expert: str) -> io.Float.Input:
@@ -83,8 +84,8 @@ class WanCoreLoRA(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: object) -> list[tuple[str, int]]:
-        return fingerprint(*_files(high, low).values())
+    def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: object) -> Stamps:
+        return stamps(_files(high, low).values())
 
     @classmethod
     async def execute(

@@ -11,6 +11,7 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from wan_core.config import PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
+from wan_core.config.changes import Stamps, stamps, until_changed
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import WARNING
 from wan_core.media.preview import TINY as TINY_MAP
@@ -30,14 +31,15 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, until_changed, words_of
+from .files import TINY_T2V, embedded_expert, locate, name_of, words_of
 from .memory import ModelSocket
 from .schema import output, schema, widgets
 from .sockets import MODEL
 from .workers import UNCONNECTED, WorkersModel, WorkersSocket, device_of, workers_input
 
 ALONE = "none"  # no second file
-_dit_of = until_changed(lambda *paths: find_experts(*paths).dit)
+# ComfyUI has all files checked before every prompt, and to recognise two experts takes 60 ms.
+_dit_of = until_changed(16)(lambda *paths: find_experts(*paths).dit)
 
 
 class WanCoreModelLoader(io.ComfyNode):
@@ -91,8 +93,8 @@ class WanCoreModelLoader(io.ComfyNode):
         return check_choices(precision, attention, keep_blocks, residency, workers, dit)
 
     @classmethod
-    def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: Any) -> list[tuple[str, int]]:
-        return fingerprint(*_paths(high, low)) if high is not None else []
+    def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: Any) -> Stamps:
+        return stamps(_paths(high, low)) if high is not None else ()
 
     @classmethod
     async def execute(cls, high: str, low: str, workers: WorkersSocket | None = None, **values: Any) -> io.NodeOutput:

@@ -13,6 +13,7 @@ from torch import nn
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.load import load_vision, vision_dtype
 from wan_core.config import PRECISIONS, QUANTIZED, VAE_PRECISIONS
+from wan_core.config.changes import Stamps, stamps, until_changed
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.vae import VideoVAE
@@ -21,7 +22,7 @@ from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import recognise
 
 from . import host
-from .files import TINY_T2V, embedded, fingerprint, locate, name_of, until_changed, words_of
+from .files import TINY_T2V, embedded, locate, name_of, words_of
 from .schema import ADVANCED, output, schema
 from .sockets import TextSocket, VAESocket, VisionSocket
 from .workers import WorkersSocket, WorkersText, WorkersVAE, device_of, workers_input
@@ -32,7 +33,9 @@ PARTS: dict[str, tuple[str, Callable[[Path], Part]]] = {
     "clip_vision": ("clip_vision", lambda path: recognise(path, "clip_vision", load_vision)),
 }
 """By widget: ComfyUI's folder of its files, and what recognises one."""
-CHECKS = {widget: until_changed(lambda path, find=find: find(path) is not None) for widget, (_, find) in PARTS.items()}
+CHECKS = {
+    widget: until_changed(16)(lambda path, find=find: find(path) is not None) for widget, (_, find) in PARTS.items()
+}
 
 
 def file_input(widget: str, tooltip: str) -> Any:
@@ -60,9 +63,9 @@ def is_part(widget: str, name: str | None) -> bool:
     return name is None or CHECKS[widget](_path(widget, name))
 
 
-def file_stamps(widget: str, name: str | None) -> list[tuple[str, int]]:
+def file_stamps(widget: str, name: str | None) -> Stamps:
     """For `fingerprint_inputs`."""
-    return [] if name is None else fingerprint(_path(widget, name))
+    return () if name is None else stamps([_path(widget, name)])
 
 
 class WanCoreTextEncoderLoader(io.ComfyNode):
@@ -97,7 +100,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         return is_part("text_encoder", text_encoder)
 
     @classmethod
-    def fingerprint_inputs(cls, text_encoder: str | None = None, **_: Any) -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, text_encoder: str | None = None, **_: Any) -> Stamps:
         return file_stamps("text_encoder", text_encoder)
 
     @classmethod
@@ -138,7 +141,7 @@ class WanCoreVAELoader(io.ComfyNode):
         return is_part("vae", vae)
 
     @classmethod
-    def fingerprint_inputs(cls, vae: str | None = None, **_: Any) -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, vae: str | None = None, **_: Any) -> Stamps:
         return file_stamps("vae", vae)
 
     @classmethod
@@ -187,7 +190,7 @@ class WanCoreVisionLoader(io.ComfyNode):
         return is_part("clip_vision", clip_vision)
 
     @classmethod
-    def fingerprint_inputs(cls, clip_vision: str | None = None) -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, clip_vision: str | None = None) -> Stamps:
         return file_stamps("clip_vision", clip_vision)
 
     @classmethod

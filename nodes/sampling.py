@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wan_core.checkpoint import load_vae
 from wan_core.config import EXACT, OptionError, PlanNumbers, Request, SkipOptions, UserError
+from wan_core.config.changes import until_changed
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.media.preview import RGBMap
@@ -71,15 +72,15 @@ def previews_of(model: ModelSocket) -> TinyPreviews | RGBMap | None:
     if path is None or not model.experts.task.release.startswith("Wan"):  # the embedded model has latents of its own
         return model.rgb
     try:
-        return TinyPreviews(tiny_vae(path, path.stat().st_mtime, channels))
+        return TinyPreviews(tiny_vae(path, channels))
     except (UserError, OSError) as fault:
         host.log.warning("WanCore: previews are those of latents: %s", fault)
         return model.rgb
 
 
-@lru_cache(maxsize=1)
-def tiny_vae(path: Path, changed: float, channels: int) -> TinyVAE:
-    """The tiny autoencoder in a file that changed last at a time. Raises UserError."""
+@until_changed(1)
+def tiny_vae(path: Path, channels: int) -> TinyVAE:
+    """The tiny autoencoder in a file. Raises UserError."""
     part, device = recognise(path, "vae", load_vae), host.device()
     vae = part.load(device, compute_dtype("auto", device), None)
     if not isinstance(vae, TinyVAE) or vae.config.z_dim != channels:

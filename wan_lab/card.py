@@ -23,6 +23,7 @@ from torch import Tensor
 
 from wan_core import __version__
 from wan_core.config import EXACT, SPEEDS, LoadOptions, OptionError, Request, SkipOptions
+from wan_core.config.changes import stamps
 from wan_core.config.outputs import Outputs, write_text
 from wan_core.execution.report import GIB, Report, device_name
 from wan_core.media.pictures import clock, save_picture
@@ -264,7 +265,7 @@ def run_card(options: argparse.Namespace, load: LoadOptions, base: Request, outp
     base = replace(base, width=width, height=height)
     size = width or task.width, height or task.height, base.frames or task.frames
     settings = card_settings()
-    files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in parts.of.values()]
+    files = stamps(part.path for part in parts.of.values() if part.path is not None)
     maker = PipelineMaker(load, base, samples, task, watch)
     markdown, _, written = make_card(
         maker,

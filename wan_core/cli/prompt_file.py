@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
 from wan_core.cli.options import add_request_options
 from wan_core.cli.parsing import MOST_REPEATED, Parser, plain_words
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
+from wan_core.config.changes import until_changed
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.durable import DamagedFile, check_seal
 from wan_core.config.keys import in_keys, key_of
@@ -168,10 +167,7 @@ def damage_of(video: ListedVideo) -> str | None:
     """What is wrong with the file of a listed video that was made; None for one that is as it was written. Raises
     OptionError where another has its name."""
     try:
-        status = video.out.stat()
-        if not S_ISREG(status.st_mode):
-            raise OptionError("it is no file")
-        key, damage = _written(video.out, status.st_size, status.st_mtime_ns)
+        key, damage = _written(video.out)
     except (OptionError, OSError) as fault:
         why = getattr(fault, "strerror", None) or fault
         raise OptionError(
@@ -184,9 +180,11 @@ def damage_of(video: ListedVideo) -> str | None:
     return damage
 
 
-@functools.lru_cache(MOST_VIDEOS)
-def _written(path: Path, size: int, changed: int) -> tuple[str | None, str | None]:
-    """The key in a video, and what is wrong with it. A list asks several times: its bytes are read once."""
+@until_changed(MOST_VIDEOS)  # a list asks several times
+def _written(path: Path) -> tuple[str | None, str | None]:
+    """The key in a video, and what is wrong with it."""
+    if not path.is_file():
+        raise OptionError("it is no file")
     try:
         check_seal(path)
     except DamagedFile as fault:

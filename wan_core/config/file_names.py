@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from wan_core.config.changes import until_changed
 from wan_core.config.limits import MAX_HEADER
 
 EXPERTS = ("high", "low")
@@ -172,17 +173,15 @@ def _steps_of(path: Path, metadata: Mapping[str, str]) -> tuple[int | None, str]
 
 
 def safetensors_metadata(file: Path) -> Mapping[str, str]:
-    """The metadata of a safetensors file; empty if `file` is not one. Does not import torch: plans need none. They are
-    kept until the file changes: a plan asks dozens of times, and to read the header of an expert takes 3 ms."""
+    """The metadata of a safetensors file; empty if `file` is not one. Does not import torch: plans need none."""
     try:
-        about = file.stat()
-        return _read_metadata(file, (about.st_ino, about.st_mtime_ns, about.st_size))
+        return _read_metadata(file) if file.is_file() else {}
     except OSError:
         return {}
 
 
-@functools.lru_cache(maxsize=64)
-def _read_metadata(file: Path, state: tuple[int, int, int]) -> Mapping[str, str]:
+@until_changed(64)  # a plan asks dozens of times, and to read the header of an expert takes 3 ms
+def _read_metadata(file: Path) -> Mapping[str, str]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > MAX_HEADER or opened.read(1) != b"{":

@@ -6,19 +6,17 @@ field is in a key only where it is not at its default: a new one needs nothing h
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
+from wan_core.config.changes import until_changed
 from wan_core.config.checks import OptionError, check_file_size
 from wan_core.config.limits import MAX_VIDEO_FILE
 from wan_core.config.loading import LoadOptions
-from wan_core.config.outputs import model_files
 from wan_core.config.request import Request
 from wan_core.config.table import stated, table
 
@@ -54,17 +52,16 @@ def in_key(value: Any) -> Any:
 
 def contents(path: Path) -> str:
     """A hash of what a picture or video holds; "" for one that cannot be read or is too large, which the check of the
-    request says. A list names one many times: it is read again only when it has changed."""
+    request says."""
     try:
         check_file_size(path, MAX_VIDEO_FILE)
-        status = path.stat()
-        return "" if not S_ISREG(status.st_mode) else _contents(path, status.st_size, status.st_mtime_ns)
+        return _hash(path)
     except (OSError, OptionError):
         return ""
 
 
-@functools.lru_cache(10_000)
-def _contents(path: Path, size: int, changed: int) -> str:
+@until_changed(10_000)  # a list names one many times
+def _hash(path: Path) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -81,10 +78,3 @@ def model_paths(options: Mapping[str, Any]) -> list[str]:
 def is_path(model: str) -> bool:
     """Whether an option that names models names a file or folder, and no models that need none."""
     return model != "tiny" and not str(model).startswith("random:")
-
-
-def stamps(paths: Iterable[str | Path]) -> list[list[Any]]:
-    """Name, size and time of change of each model file behind `paths`, which differ when a file was replaced under its
-    old name."""
-    found = sorted({f for path in map(Path, paths) if path.exists() for f in model_files(path) if f.is_file()})
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in found]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import av
 import numpy as np
@@ -17,6 +16,7 @@ from av.stream import Disposition
 from numpy.typing import NDArray
 
 from wan_core.config import OptionError
+from wan_core.config.changes import until_changed
 from wan_core.config.limits import MAX_SOUND
 from wan_core.media.opening import open_sound
 
@@ -51,21 +51,13 @@ class Sound:
         return "mono" if self.samples.shape[0] == 1 else "stereo"
 
 
+@until_changed(2)
 def read_sound(path: str | os.PathLike[str]) -> Sound:
     """The first sound of a WAV, FLAC, MP3, M4A or OGG file or of a video, from the beginning of that video on: before
     it begins, and in its gaps, is silence. More than two channels become two, rates that AAC does not take 48,000.
 
     Raises OptionError if the file is missing, has no sound, is damaged or too long.
     """
-    try:
-        status = os.stat(path)
-    except OSError as fault:
-        raise OptionError(f"cannot read {path} ({fault.strerror})") from fault
-    return _read(os.fspath(path), status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=2)
-def _read(path: str, size: int, changed: int) -> Sound:
     with open_sound(path) as container:
         if not container.streams.audio:
             raise OptionError(f"{path} holds no sound")
@@ -110,7 +102,11 @@ def _seconds(sound: Sound) -> Iterator[av.AudioFrame]:
 
 
 def _resampled(
-    frames: Iterable[av.AudioFrame], channels: int, rate: int, path: str, beginning: float | None = None
+    frames: Iterable[av.AudioFrame],
+    channels: int,
+    rate: int,
+    path: str | os.PathLike[str],
+    beginning: float | None = None,
 ) -> NDArray[np.float32]:
     """float32 [c, N], from the time `beginning` in seconds on; None: from the first sample on. Raises OptionError for
     more than `MAX_SOUND` samples."""

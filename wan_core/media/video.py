@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import cache
 from typing import NamedTuple
 
 import av
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from wan_core.config import OptionError
+from wan_core.config.changes import until_changed
 from wan_core.config.checks import check_picture_size
 from wan_core.config.limits import MAX_DRIVING, MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_SECONDS, MAX_SIDE, MAX_VIDEO
 from wan_core.media.opening import open_picture, open_video
@@ -99,18 +99,10 @@ def short_video(path: str, count: int, frames: int, fps: int) -> str:
     )
 
 
+@until_changed(1024)
 def video_facts(path: str | os.PathLike[str], until: float | None = None) -> VideoFacts:
     """What a long video is, or what it is up to a little more than `until` seconds. Decodes that once, so that damage
     is found now. Raises OptionError as `read_video` does, and for one that lasts too long."""
-    try:
-        status = os.stat(path)
-    except OSError as fault:
-        raise OptionError(f"cannot read {path} ({fault.strerror})") from fault
-    return _facts(os.fspath(path), status.st_size, status.st_mtime_ns, until)
-
-
-@cache
-def _facts(path: str, size: int, changed: int, until: float | None) -> VideoFacts:
     width, height, starts, in_order, latest, end = 0, 0, list[float | None](), True, -(2**63), 0.0
     with open_video(path) as container:
         aspect, rate = _pixel_aspect(path, container), container.streams.video[0].average_rate

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from wan_core import __version__
-from wan_core.config.keys import key_of, model_paths, stamps
+from wan_core.config.changes import stamps
+from wan_core.config.keys import key_of, model_paths
 from wan_core.config.outputs import remove_left_over
 from wan_core.execution.report import installed
 from wan_core.media.feed import Feed

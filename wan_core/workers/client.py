@@ -20,7 +20,8 @@ from torch import Tensor
 
 from wan_core import __version__
 from wan_core.config import LoadOptions, Request
-from wan_core.config.keys import model_paths, stamps
+from wan_core.config.changes import stamps
+from wan_core.config.keys import model_paths
 from wan_core.execution.report import Phase, Report
 from wan_core.media.feed import Feed
 from wan_core.pipeline.check import check_request
