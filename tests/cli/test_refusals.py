@@ -99,7 +99,7 @@ COMMANDS = [
     ("plan --high text.txt", "text.txt"),
     ("plan --low text.txt", "text.txt"),
     ("plan --lora text.txt", "text.txt"),
-    ("plan --lora x.safetensors", "x.safetensors is no LoRA"),
+    ("plan --lora x.safetensors", "x.safetensors: not a LoRA"),
     ("plan --high TINY/t2v_hgih.safetensors", "did you mean t2v_high"),
     ("plan --task t2v-A14", "did you mean t2v-A14B"),
     ("plan --solver unipk", "did you mean unipc?"),

@@ -16,7 +16,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from wan_core.checkpoint.opened import (
     part_name,
     short_path,
 )
-from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
+from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file, mapped
 from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 
@@ -143,7 +143,7 @@ class Stored:
     shape: tuple[int, ...]
     code: int
     offset: int
-    nbytes: int = field(default=0)
+    nbytes: int = 0
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -165,8 +165,7 @@ def open_gguf(path: Path) -> Checkpoint:
     offsets = {blocks[e.name][0] if e.name in blocks else e.name: begin + e.offset for e in stored}
 
     def plain(name: str) -> Tensor:
-        info = stored_infos[name]
-        return _view(mapping, info.dtype, info.nbytes // info.dtype.itemsize, offsets[name]).reshape(info.shape)
+        return mapped(mapping, stored_infos[name], offsets[name])
 
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)
@@ -266,8 +265,7 @@ def _sized(entry: Stored, metadata: dict[str, object], cursor: Cursor) -> Stored
         nbytes = count // fmt.numbers * fmt.bytes
     else:
         nbytes = count * PLAIN[entry.code].itemsize
-    shape = _restored(entry, metadata, cursor)
-    return Stored(entry.name, shape, entry.code, entry.offset, nbytes)
+    return replace(entry, shape=_restored(entry, metadata, cursor), nbytes=nbytes)
 
 
 # ggml leaves out leading axes of one: a block's modulation is [1, 6, C], the head's [1, 2, C].
@@ -302,15 +300,6 @@ def _blocks(name: str, info: TensorInfo) -> tuple[str, TensorInfo]:
     assert info.packing is not None
     row = info.shape[-1] // FORMATS[info.packing].numbers * FORMATS[info.packing].bytes
     return part_name(name, "weight"), TensorInfo((info.nbytes // row, row), torch.uint8, info.nbytes)
-
-
-def _view(mapping: mmap.mmap, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-    if not count:
-        return torch.empty(0, dtype=dtype)
-    if offset % dtype.itemsize:  # the file may have an alignment of 1, but kernels need more: copy this tensor
-        end = offset + count * dtype.itemsize
-        return torch.frombuffer(bytearray(memoryview(mapping)[offset:end]), dtype=dtype)
-    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset)
 
 
 def _tokenizer(cursor: Cursor, metadata: dict[str, object]) -> Callable[[], bytes] | None:

@@ -23,6 +23,7 @@ from wan_core.checkpoint.layouts_vae import diffusers_vae_names, tiny_vae_names
 from wan_core.checkpoint.opened import CheckpointError
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.plain import Shapes, block_count, number, shape_of
 
 # Modules of a UMT5 encoder: official name, Hugging Face's, and llama.cpp's in GGUF files of the architecture t5encoder.
 TEXT_MODULES = (
@@ -56,9 +57,7 @@ def unwrapped(name: str) -> str:
 _INDEX = "0|[1-9][0-9]{0,3}"
 _BLOCK = re.compile(rf"encoder\.block\.({_INDEX})\.(.+)")
 _GGUF_BLOCK = re.compile(rf"enc\.blk\.({_INDEX})\.(.+)")
-_OFFICIAL_BLOCK = re.compile(rf"blocks\.({_INDEX})\..+")
 
-MAX_SIZE = 2**20  # of one axis: a sanity limit, four times the real vocabulary
 MAX_BUCKETS = 256
 
 
@@ -92,28 +91,28 @@ def _translated(names: Collection[str], block: re.Pattern[str], column: int) -> 
     return translated
 
 
-def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> TextConfig:
+def text_config(shapes: Shapes, metadata: Mapping[str, str]) -> TextConfig:
     """The architecture that a text encoder's file describes. shapes: official tensor name -> shape, among other names.
-    metadata: `relative_attention_max_distance`, an integer, is used if present, else 128. Raises CheckpointError for
-    shapes that are not those of a UMT5 encoder, with the tensor that shows it."""
-    vocab_size, dim = _sizes(shapes, "token_embedding.weight")
-    dim_attn, _ = _sizes(shapes, "blocks.0.attn.q.weight")
-    dim_ffn, _ = _sizes(shapes, "blocks.0.ffn.fc1.weight")
-    num_buckets, num_heads = _sizes(shapes, "blocks.0.pos_embedding.embedding.weight")
-    if dim_attn % num_heads:
-        raise CheckpointError(f"not a UMT5 encoder: {dim_attn} attention channels do not split into {num_heads} heads")
-    max_distance = _max_distance(metadata)
-    if num_buckets % 4 or num_buckets > MAX_BUCKETS or num_buckets // 4 >= max_distance:
-        raise CheckpointError(
-            f"not a UMT5 encoder: {num_buckets} position buckets for distances up to {max_distance}; "
-            f"a multiple of 4 up to {MAX_BUCKETS} is expected"
-        )
-    num_layers = len({match[1] for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match})
+    metadata: `relative_attention_max_distance`, a number, is used if present, else 128. Raises UserError for shapes
+    that are not those of a UMT5 encoder, with the tensor that shows it."""
+    num_layers = block_count(shapes)
     tables = [f"blocks.{n}.pos_embedding.embedding.weight" for n in range(num_layers)]
     lacking = next((name for name in tables if name not in shapes), None)
     if lacking is not None:
         raise CheckpointError(
             f"a T5 encoder, not UMT5: it has no {lacking}. Wan needs umt5-xxl; t5-xxl is another model."
+        )
+    vocab_size, dim = shape_of(shapes, "token_embedding.weight", 2)
+    dim_attn, _ = shape_of(shapes, "blocks.0.attn.q.weight", 2)
+    dim_ffn, _ = shape_of(shapes, "blocks.0.ffn.fc1.weight", 2)
+    num_buckets, num_heads = shape_of(shapes, "blocks.0.pos_embedding.embedding.weight", 2)
+    if dim_attn % num_heads:
+        raise CheckpointError(f"not a UMT5 encoder: {dim_attn} attention channels do not split into {num_heads} heads")
+    max_distance = int(number(metadata, "relative_attention_max_distance", 128))
+    if num_buckets % 4 or num_buckets > MAX_BUCKETS or num_buckets // 4 >= max_distance:
+        raise CheckpointError(
+            f"not a UMT5 encoder: {num_buckets} position buckets for distances up to {max_distance}; "
+            f"a multiple of 4 up to {MAX_BUCKETS} is expected"
         )
     return TextConfig(
         vocab_size=vocab_size,
@@ -125,26 +124,6 @@ def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, st
         num_buckets=num_buckets,
         max_distance=max_distance,
     )
-
-
-def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
-    shape = shapes.get(name)
-    if shape is None:
-        raise CheckpointError(f"not a UMT5 encoder: it has no tensor {name}")
-    if len(shape) != 2 or not all(1 <= size <= MAX_SIZE for size in shape):
-        raise CheckpointError(
-            f"not a UMT5 encoder: {name} has the shape {shape}; two sizes of 1 to {MAX_SIZE} are expected"
-        )
-    return shape[0], shape[1]
-
-
-def _max_distance(metadata: Mapping[str, str]) -> int:
-    text = metadata.get("relative_attention_max_distance", "128")
-    if not re.fullmatch(r"[1-9][0-9]{0,4}", text):
-        raise CheckpointError(
-            f"the file's relative_attention_max_distance must be an integer of 1 to 99999, not {text[:40]!r}"
-        )
-    return int(text)
 
 
 # ---------------------------------------------------------------------------------------- official text encoder and VAE

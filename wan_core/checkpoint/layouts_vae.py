@@ -214,15 +214,11 @@ def _statistics(metadata: Mapping[str, str], z_dim: int) -> tuple[tuple[float, .
 
 
 def _numbers(text: str, key: str, count: int) -> tuple[float, ...]:
-    message = f"the file's {key} must be a JSON list of {count} finite numbers"
-    if len(text) > _MAX_JSON:
-        raise ValueError(message)
     try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(message) from error
-    if not isinstance(values, list) or len(values) != count:
-        raise ValueError(message)
-    if not all(type(v) in (int, float) and math.isfinite(v) for v in values):
-        raise ValueError(message)
-    return tuple(float(v) for v in values)
+        values = json.loads(text) if len(text) <= _MAX_JSON else None
+    except (ValueError, RecursionError):
+        values = None
+    numbers = values if isinstance(values, list) else []
+    if len(numbers) != count or not all(type(v) in (int, float) and math.isfinite(v) for v in numbers):
+        raise ValueError(f"the file's {key} must be a JSON list of {count} finite numbers")
+    return tuple(map(float, numbers))

@@ -65,7 +65,7 @@ def open_safetensors(path: Path) -> Checkpoint:
         path,
         tensors,
         metadata,
-        lambda name: _view(mapping, tensors[name], offsets[name]),
+        lambda name: mapped(mapping, tensors[name], offsets[name]),
         places=places,
     )
 
@@ -118,11 +118,12 @@ def map_file(fileno: int) -> mmap.mmap:
     return mmap.mmap(fileno, 0, access=mmap.ACCESS_COPY)
 
 
-def _view(mapping: mmap.mmap, info: TensorInfo, offset: int) -> Tensor:
+def mapped(mapping: mmap.mmap, info: TensorInfo, offset: int) -> Tensor:
+    """The plain tensor whose bytes begin at `offset`, in the memory of the mapping."""
     if not info.nbytes:
         return torch.empty(info.shape, dtype=info.dtype)
     if offset % info.dtype.itemsize:
-        # The format does not promise alignment, kernels need it: this one tensor is copied.
+        # Formats do not promise alignment, kernels need it: this one tensor is copied.
         copy = bytearray(memoryview(mapping)[offset : offset + info.nbytes])
         return torch.frombuffer(copy, dtype=info.dtype).reshape(info.shape)
     count = info.nbytes // info.dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,12 @@ def facts_of(
     Raises CheckpointError or OptionError."""
     embedded = options.task is not None and options.task.lower().endswith("-tiny")
     loras = tuple(Path(lora.path) for lora in options.loras if lora.strength)
-    check_loras(loras)
+    if loras:  # else without torch
+        from wan_core.checkpoint import open_checkpoint
+        from wan_core.checkpoint.lora.read import check_lora
+
+        for path in loras:
+            check_lora(open_checkpoint(path))
     if options.model is None and options.high is None and options.low is None and not embedded:
         task = find_task(options.task or PLANNED_TASK)  # without torch
         return ModelFacts(task=task, dit=task.full_size, vae=task.vae, loras=loras, all_files=bool(loras))
@@ -151,18 +156,6 @@ def whole_seconds(plan: Plan, each: float | None) -> float | None:
     seconds = plan.estimate(dict.fromkeys(plan.experts, each))
     assert seconds is not None and plan.long is not None
     return seconds * plan.long.cost
-
-
-def check_loras(paths: Sequence[Path]) -> None:
-    """Raise CheckpointError or OptionError for files that are no LoRA, from their headers."""
-    if not paths:
-        return  # without torch
-    from wan_core.checkpoint import open_checkpoint
-    from wan_core.checkpoint.lora.names import is_lora
-
-    for path in paths:
-        if not is_lora(open_checkpoint(path).tensors):
-            raise OptionError(f"{path} is no LoRA: give a file that holds one")
 
 
 def run_memory_plan(options: argparse.Namespace, task_name: str) -> int:

@@ -338,5 +338,5 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
 def check_lora(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for a file of anything else, by its tensors' names."""
     if not is_lora(checkpoint.tensors):
-        message = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
-        raise CheckpointError(message)
+        fault = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
+        raise CheckpointError(fault, where=checkpoint.where)
