@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.measured import find, newest_result
-from wan_core.config import LoadOptions, Request
+from wan_core.config import EXACT, SPEEDS, LoadOptions, Request, SkipOptions
 from wan_core.config.host_memory import HOST_RESERVE
 from wan_core.execution.memory.planning import limited, plan_memory
+from wan_core.models.wan.families import find_task
 from wan_core.pipeline.card_choice import task_memory
 from wan_core.pipeline.sources import find_models
+from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 MEASURED, OURS = "everyday-on-h100", "on, new seed: ours, auto"
@@ -153,6 +156,37 @@ def host_memory(waiting: int) -> int:
 def plain(value: float) -> str:
     """Seconds, in two digits."""
     return f"{float(f'{value:.2g}'):g}"
+
+
+# ------------------------------------------------------------------------------------------------------------ 40 steps
+
+GUIDED = {  # size -> the result of 20 guided steps, and its row that leaves nothing out
+    "832x480": ("everyday-off480-h200", "off: ours, careful"),
+    "640x640": ("everyday-off-h200", "off: ours, cudnn-fp8"),
+    "1280x720": ("everyday-off720-h200", "off: ours, careful"),
+}
+INT8 = "off: native, comfy kitchen attention"
+
+
+def of_forwards(row: dict[str, Any], forwards: int) -> float:
+    """Seconds of a video that computes so many, from those of `row`, which computes 40."""
+    return row["seconds"] + (forwards / 40 - 1) * row["nodes"]["samplers"]
+
+
+def forty_steps(_: str = "") -> list[str]:
+    """Videos of 40 guided steps by the forwards that each word computes: seconds, and times as fast as INT8."""
+    task = find_task("i2v-A14B")
+    facts = ModelFacts(task=task, dit=None, vae=task.vae)
+    requests = {word: PlanRequest(steps=40, skip=SkipOptions(speed=word)) for word in SPEEDS if word != EXACT}
+    forwards = {word: build_plan(request, facts).forwards for word, request in requests.items()}
+    heads = (f"`{word}`: {count} of 80 forwards" for word, count in forwards.items())
+    lines = ["| | INT8 | " + " | ".join(heads) + " |", "|---|---:|" + "---:|" * len(forwards)]
+    for size, (name, whole) in GUIDED.items():
+        rows = newest_result(name, RESULTS)["rows"]
+        base = of_forwards(find(rows, INT8, name), 80)
+        times = [of_forwards(find(rows, whole, name), count) for count in forwards.values()]
+        lines.append(f"| {size} | {base:.0f} | " + " | ".join(f"{one:.0f} ({base / one:.2f})" for one in times) + " |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Parts of the README and docs that come from other tables of this repository: the address, files, what fits, presets.
 
 `clone`: the line that installs the pack, with the public address of pyproject.toml once there is one. `your-card`: what
-fits which card, and an estimate of its seconds (tools/estimates.py). `cards`: the choice by card of
-`wan_core.pipeline.card_choice`. `files`: the files of the first video;
+fits which card, and an estimate of its seconds; `forty-steps`: one of videos in 40 steps (both tools/estimates.py).
+`cards`: the choice by card of `wan_core.pipeline.card_choice`. `files`: the files of the first video;
 `models-SOURCE`: those of one source, both from wan_core/assets/models.json. A name that ends in `.zh` is the same in
 Chinese.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import tomllib
 
-from tools.estimates import your_card
+from tools.estimates import forty_steps, your_card
 from tools.publish import PLACEHOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,6 +168,7 @@ PARTS: dict[str, Callable[[str], list[str]]] = {
     "cards": cards_table,
     "clone": clone,
     "files": files,
+    "forty-steps": forty_steps,
     "owners": owners,
     "your-card": your_card,
 }
