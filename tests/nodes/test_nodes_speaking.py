@@ -23,6 +23,7 @@ from tools.embedded_graphs import node
 from wan_core.config import LoadOptions, Request
 from wan_core.media.sound import read_sound
 from wan_core.media.video import load_image, read_video
+from wan_core.models.audio.wav2vec2 import XLSR_LARGE
 from wan_core.pipeline import clips, hearing, sources
 from wan_core.pipeline.pipeline import Pipeline
 
@@ -83,7 +84,7 @@ def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """Frames of the same video, each clip with the seed of its sampler."""
     models, input_folder = comfy.base / "models", comfy.base / "input"
     monkeypatch.setattr(hearing, "encoded", lambda *_: loop.drawn_states()[:, :99])
-    monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
+    monkeypatch.setattr(sources, "recognise_speech", lambda *_: sources.random_part(XLSR_LARGE, 0))
     files = {"high": "diffusion_models/s2v", "text_encoder": "text_encoders/umt5", "vae": "vae/vae"}
     pipe = Pipeline.load(
         LoadOptions(device="cpu", **{name: str(models / f"{path}.safetensors") for name, path in files.items()})

@@ -109,7 +109,7 @@ def test_three_clips_equal_the_official_loop(folder: Path, monkeypatch: pytest.M
     expected = load_file(loop.KEPT)
     rows = [text[None] for text in loop.drawn_texts()]
     monkeypatch.setattr(hearing, "encoded", lambda *_: loop.drawn_states())
-    monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
+    monkeypatch.setattr(sources, "recognise_speech", lambda *_: sources.random_part(XLSR_LARGE, 0))
     pipe = loaded(folder, "large")
     monkeypatch.setattr(clips_module, "encode_text", lambda run: Conditioning(cond=rows[0], uncond=rows[1]))
     video_run = pipe.generate(request(folder, pose_video=str(folder / "pose.avi")))
@@ -208,13 +208,15 @@ def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, two_clip
 
 
 def test_a_sound_that_the_device_has_no_memory_for_is_encoded_on_the_cpu(folder: Path) -> None:
-    def load(device: torch.device) -> SpeechEncoder:
+    def load(device: torch.device, *_: object) -> SpeechEncoder:
         if device.type != "cpu":
             raise torch.OutOfMemoryError
         return load_speech(folder / "wav2vec2.safetensors")
 
     report, samples = Report(torch.device("cpu")), torch.randn(1, 8000)
-    states = hearing.encoded(hearing.Speech(None, load), samples, torch.device("cuda"), report)
+    states = hearing.encoded(
+        replace(sources.random_part(XLSR_LARGE, 0), load=load), samples, torch.device("cuda"), report
+    )
     assert torch.equal(states, load(torch.device("cpu"))(samples)[0])
     assert any("encoded on the CPU" in note for note in report.notes)
 

@@ -136,12 +136,14 @@ def vision_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-def load_speech(source: Source, *, device: str | torch.device = "cpu") -> SpeechEncoder:
-    """A speech encoder from a file, folder or state dict, in eval mode, in float32.
+def load_speech(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, how: Reading = USUAL
+) -> SpeechEncoder:
+    """A speech encoder from a file, folder or state dict, in eval mode.
 
     Raises `CheckpointError`: not a whole speech encoder of this kind.
     """
-    module = _filled(detect(source, "audio_encoder"), device, torch.float32)
+    module = _filled(detect(source, "audio_encoder"), device, dtype, how=how)
     assert isinstance(module, SpeechEncoder)
     return module
 

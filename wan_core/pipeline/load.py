@@ -39,7 +39,6 @@ from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.weights import QUANTIZED, load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
 from wan_core.pipeline.first_use import FirstUse, prepares
-from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.loras import lora_files, notes_of, shared
 from wan_core.pipeline.memory_planning import (
     HostPlan,
@@ -53,7 +52,7 @@ from wan_core.pipeline.memory_planning import (
     staying_in_file,
 )
 from wan_core.pipeline.model_folders import vae_in
-from wan_core.pipeline.model_parts import Parts, is_packed
+from wan_core.pipeline.model_parts import Part, Parts, is_packed
 from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.settings import ModelSettings, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
@@ -203,7 +202,7 @@ class Models:
         return cast(VisionEncoder, self.residency.use("clip_vision"))
 
     @property
-    def speech(self) -> Speech:
+    def speech(self) -> Part:
         speech = self.settings.recognised.speech
         assert speech is not None
         return speech

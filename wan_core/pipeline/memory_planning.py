@@ -34,7 +34,7 @@ from wan_core.execution.memory.planning import (
 from wan_core.execution.memory.residency import KEPT_FREE, Policy, Residency, Waits
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB, Report
-from wan_core.models.audio.wav2vec2 import encoding_bytes
+from wan_core.models.audio.wav2vec2 import SpeechConfig, encoding_bytes
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig, PreparedForm
 from wan_core.models.wan.families.family import Family
@@ -287,7 +287,9 @@ def beside_plan(parts: Parts, plan: Plan | None, per_token: float, itemsize: int
         )
     if parts.speech is not None:
         seconds = parts.task.frames / parts.task.fps if plan is None else plan.seconds
-        beside = replace(beside, sound=encoding_bytes(parts.speech.config, seconds) if seconds else 0)
+        beside = replace(
+            beside, sound=encoding_bytes(cast(SpeechConfig, parts.speech.config), seconds) if seconds else 0
+        )
     beside = beside if "vae" in parts.of else replace(beside, text=0, decode=0, image=0)
     sizes = {name: getattr(beside, name) for name in ("text", "denoise", "decode", "image", "sound")}
     return replace(beside, **{name: size + loras for name, size in sizes.items() if size})

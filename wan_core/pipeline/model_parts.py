@@ -26,7 +26,6 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.hearing import Speech
 from wan_core.sampling.build import ModelFacts
 
 
@@ -120,7 +119,7 @@ class Parts:
     of: Mapping[str, Part]
     vae: VAEConfig
     why: str = ""
-    speech: Speech | None = None
+    speech: Part | None = None
 
     @property
     def high(self) -> Part:

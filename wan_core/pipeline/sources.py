@@ -19,12 +19,13 @@ from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
-from wan_core.checkpoint.load import load_vision
+from wan_core.checkpoint.load import load_speech, load_vision
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.config.model_files import task_hint
+from wan_core.models.audio.wav2vec2 import SpeechConfig
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import UMT5_XXL, TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
@@ -35,7 +36,6 @@ from wan_core.models.wan.families.family import Clues
 from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.hearing import random_speech, recognise_speech
 from wan_core.pipeline.model_folders import parts_in
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 
@@ -115,6 +115,29 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
         audio_encoder = None  # of another model in the same folder
     speech = recognise_speech(audio_encoder, task, dit)
     return Parts(task, parts, cast(VAEConfig, parts["vae"].config), why, speech)
+
+
+def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Part | None:
+    """The encoder of sound in `path`, by its header; None for a task without sound. Raises OptionError where one is
+    missing, not needed or of another size, CheckpointError for a file of another kind."""
+    states = family_of(task).speech_states(dit)
+    if states is None:
+        if path is not None:
+            raise OptionError(f"{task.name} takes no sound: remove --audio-encoder")
+        return None
+    if path is None:
+        raise OptionError(
+            f"{task.name} needs an encoder of its sound: add --audio-encoder FILE, "
+            "wav2vec2_large_english_fp16.safetensors or the folder wav2vec2-large-xlsr-53-english"
+        )
+    part = recognise(path, "audio_encoder", load_speech)
+    config = cast(SpeechConfig, part.config)
+    if config.states != states:
+        raise OptionError(
+            f"the encoder of sound has {config.num_layers} layers, {config.dim} wide; the transformer needs "
+            f"{states[0] - 1} layers, {states[1]} wide: not of one model"
+        )
+    return part
 
 
 def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tuple[Task, str]:
@@ -281,7 +304,9 @@ def random_parts(options: LoadOptions) -> Parts:
     vision: dict[str, Config] = {} if task.image_dim is None else {"clip_vision": VIT_H}
     configs = {**experts, "text_encoder": UMT5_XXL, "vae": vae, **vision}
     parts = {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())}
-    return Parts(task, parts, vae, speech=random_speech(task, dit))
+    states = family_of(task).speech_states(dit)
+    speech = None if states is None else random_part(SpeechConfig(dim=states[1], num_layers=states[0] - 1), len(parts))
+    return Parts(task, parts, vae, speech=speech)
 
 
 def random_part(config: Config, seed: int) -> Part:
