@@ -41,7 +41,7 @@ from wan_core.ops.quant.linear import attach
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import Wanted, merging
-from wan_core.pipeline.settings import PACKED, stored_precision
+from wan_core.pipeline.settings import PACKED, precision_of
 from wan_core.pipeline.sources import TINY, recognise
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_a_file_in_every_format_and_spelling(tmp_path: Path, kind: str, spelling
     assert torch.equal(weight.view(torch.uint8), Fp8RowLinear.encode(expected)["weight"].view(torch.uint8))
     part = recognise(path, "dit", load_dit)
     assert part.packed is not None and part.packed.fmt == fmt
-    assert stored_precision(part, CPU)[0] == PACKED
+    assert precision_of("checkpoint", part, CPU)[0] == PACKED
     if not mixed:
         model = part.load(CPU, torch.bfloat16, HOLD)
         assert part.bytes(torch.bfloat16, HOLD) == sum(p.nbytes for p in model.parameters())

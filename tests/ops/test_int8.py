@@ -26,7 +26,7 @@ from wan_core.ops.kernels.integer_weights import (
     rotation_of,
 )
 from wan_core.ops.quant import int8
-from wan_core.pipeline.settings import PACKED, stored_precision
+from wan_core.pipeline.settings import PACKED, precision_of
 from wan_core.pipeline.sources import recognise
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_what_it_runs_as_on_each_card(monkeypatch: pytest.MonkeyPatch, tmp_path:
     state, _, notes = stored("rotated 256")
     write_safetensors(state, tmp_path / "m.safetensors", notes)
     part, cuda = recognise(tmp_path / "m.safetensors", "dit", load_dit), torch.device("cuda")
-    assert stored_precision(part, CPU) == (PACKED, "INT8 as stored, in plain torch")
+    assert precision_of("checkpoint", part, CPU) == (PACKED, "INT8 as stored, in plain torch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: "a card")
     table = {
@@ -113,7 +113,7 @@ def test_what_it_runs_as_on_each_card(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr(
             int8, "_not_installed", lambda k=kitchen: None if k else "needs comfy-kitchen: torch multiplies"
         )
-        precision_used, why = stored_precision(part, cuda)
+        precision_used, why = precision_of("checkpoint", part, cuda)
         assert precision_used == precision and word in why, (capability, kitchen, precision_used, why)
 
 

@@ -14,7 +14,7 @@ from wan_core.config import LoadOptions, OptionError
 from wan_core.pipeline.memory_planning import check_host
 from wan_core.pipeline.model_folders import RELEASES, no_folder, vae_in
 from wan_core.pipeline.settings import resolve_settings
-from wan_core.pipeline.sources import TINY, find_models, find_transformers
+from wan_core.pipeline.sources import TINY, find_models
 
 NAMES = {  # as Comfy-Org calls them -> files of the embedded model
     "diffusion_models/wan2.2_t2v_high_noise_14B_fp8_scaled": "t2v_high",
@@ -109,7 +109,8 @@ def test_inspect_and_plan_of_folders(tmp_path: Path, capsys) -> None:
         assert main(["plan", "--model", str(model), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["task"] == task
     assert main(["plan", "--model", str(models), "--task", "i2v-A14B"]) == 0
-    assert find_transformers(LoadOptions(model=str(models), task="i2v-A14B")).of.keys() == {"high", "low"}
+    options = LoadOptions(model=str(models), task="i2v-A14B")
+    assert find_models(options, transformers_only=True).of.keys() == {"high", "low"}
     assert main(["plan", "--model", str(tmp_path / "release"), "--memory", "--memory-limit", "24", "--json"]) == 0
 
 

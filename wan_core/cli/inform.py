@@ -134,11 +134,11 @@ def facts_of(
         task = find_task(options.task or PLANNED_TASK)  # without torch
         return ModelFacts(task=task, dit=task.full_size, vae=task.vae, loras=loras, all_files=bool(loras))
     from wan_core.pipeline.loras import lora_files
-    from wan_core.pipeline.sources import find_transformers, for_request
+    from wan_core.pipeline.sources import find_models, for_request
 
     model = "tiny" if embedded and options.model is None else options.model
     named = for_request(from_values(LoadOptions, values_of(options), model=model), request)
-    found = find_transformers(named, image=bool(request.pictures))
+    found = find_models(named, image=bool(request.pictures), transformers_only=True)
     if found.why:
         say(f"task: {found.task.name} ({found.why})")
     for note in found.notes:

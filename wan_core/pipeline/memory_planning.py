@@ -287,9 +287,8 @@ def beside_plan(parts: Parts, plan: Plan | None, per_token: float, itemsize: int
         )
     if parts.speech is not None:
         seconds = parts.task.frames / parts.task.fps if plan is None else plan.seconds
-        beside = replace(
-            beside, sound=encoding_bytes(cast(SpeechConfig, parts.speech.config), seconds) if seconds else 0
-        )
+        config = cast(SpeechConfig, parts.speech.config)
+        beside = replace(beside, sound=encoding_bytes(config, seconds) if seconds else 0)
     beside = beside if "vae" in parts.of else replace(beside, text=0, decode=0, image=0)
     sizes = {name: getattr(beside, name) for name in ("text", "denoise", "decode", "image", "sound")}
     return replace(beside, **{name: size + loras for name, size in sizes.items() if size})

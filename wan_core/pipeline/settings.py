@@ -190,9 +190,8 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device, 
     """Raises OptionError or AttentionError for what cannot run on `device`, also for a LoRA that packed weights do not
     take; CheckpointError for a LoRA of another model."""
     high, low = models.of["high"], models.of.get("low")
-    precision = precision_of(options.precision, high, device, low)
+    precision, why = precision_of(options.precision, high, device, low)
     stored = options.precision == "checkpoint"
-    why = stored_precision(high, device, low)[1] if stored else ""
     dtype = compute_dtype(precision, device)
     dit = models.dit
     attention, attend = find_attention(options.attention, dit, dtype, device, speed)
@@ -254,16 +253,13 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
-    """What "checkpoint" means for a transformer; any other precision is itself."""
-    return stored_precision(part, device, other)[0] if precision == "checkpoint" else precision
-
-
-def stored_precision(part: Part, device: torch.device, other: Part | None = None) -> tuple[str, str]:
-    """What precision "checkpoint" means for a transformer, and why, if that needs a word.
+def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> tuple[str, str]:
+    """The precision of a transformer, and why, if that needs a word: what "checkpoint" means, any other is itself.
 
     A packed file, or one whose `other` expert is packed, stays packed; INT8 is encoded as FP8 on cards where that is
     faster. On a GPU, a file in FP8 with scales is used as it is."""
+    if precision != "checkpoint":
+        return precision, ""
     packed = [one.packed.fmt for one in (part, other) if one is not None and one.packed is not None]
     if packed:
         stored = [integer_format(fmt) for fmt in packed]

@@ -53,24 +53,15 @@ CALLED = {"high": "transformer", "text_encoder": "text encoder", "vae": "VAE"}  
 RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 
-def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
+def find_models(options: LoadOptions, *, image: bool = False, transformers_only: bool = False) -> Parts:
     """Find the parts and recognise them by their headers. `image`: a first frame is given, which picks the embedded
-    model's image variant. Raises CheckpointError or OptionError."""
+    model's image variant. transformers_only: other parts are left out, and may be missing. Raises CheckpointError or
+    OptionError."""
     random = options.model is not None and options.model.startswith("random:")
-    parts = random_parts(options) if random else file_parts(options, image)
-    check_fit(parts)
+    parts = random_parts(options) if random else file_parts(options, image, transformers_only)
+    if not transformers_only:
+        check_fit(parts)
     return parts
-
-
-def find_transformers(options: LoadOptions, *, image: bool = False) -> Parts:
-    """Find the transformers like `find_models`. Other parts are left out, and may be missing."""
-    if options.model is not None and options.model.startswith("random:"):
-        return random_parts(options)
-    paths = resolve_paths(options, image, transformers_only=True)
-    family = None if options.task is None else find_task(options.task).family
-    parts = {name: recognise(paths[name], "dit", load_dit, family) for name in ("high", "low") if name in paths}
-    task, why = task_of(options, parts, image)
-    return Parts(task, parts, task.vae, why)
 
 
 def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> LoadOptions:
@@ -91,16 +82,19 @@ def for_request(options: LoadOptions, request: Request) -> LoadOptions:
     return own_loras(options, request.preset, image=bool(request.pictures))
 
 
-def file_parts(options: LoadOptions, image: bool) -> Parts:
+def file_parts(options: LoadOptions, image: bool, transformers_only: bool) -> Parts:
     """Recognise the files of `options`. Raises CheckpointError or OptionError."""
-    paths = resolve_paths(options, image)
+    paths = resolve_paths(options, image, transformers_only)
     tokenizer, clip_vision, audio_encoder = (paths.pop(name, None) for name in ("tokenizer", "clip_vision", HEARS))
     loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
     family = None if options.task is None else find_task(options.task).family
-    parts = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
+    wanted = ("high", "low") if transformers_only else tuple(paths)
+    parts = {name: recognise(paths[name], kinds[name], loaders[name], family) for name in wanted if name in paths}
     task, why = task_of(options, parts, image)
+    if transformers_only:
+        return Parts(task, parts, task.vae, why)
     if task.image_dim is not None:
         if clip_vision is None:
             raise OptionError(
@@ -189,7 +183,7 @@ def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | N
     return Parts(task, {"high": first} if second is None else {"high": first, "low": second}, vae, why)
 
 
-def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = False) -> dict[str, Path]:
+def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool) -> dict[str, Path]:
     """Where each part is. transformers_only: the others may be missing. Raises OptionError naming what is missing,
     CheckpointError for a folder that is none."""
     if options.model == "tiny":

@@ -271,7 +271,8 @@ class Jobs:
         """The mesh that the request names, or for "auto" the best one for `plan`. Raises OptionError."""
         dit, device = models.dit, self.rank.device
         tokens = dit.tokens(*plan.latent_shape[2:])
-        dtype = compute_dtype(precision_of(options.precision, models.high, device, models.low), device)
+        precision, _ = precision_of(options.precision, models.high, device, models.low)
+        dtype = compute_dtype(precision, device)
         backend, _ = find_attention(options.attention, dit, dtype, device, plan.speed)
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
