@@ -169,6 +169,8 @@ def attended(attn: Any, x: Tensor, rope: Tensor, options: dict[str, Any]) -> Ten
     k = fused.head_norm(attn.k(x), attn.norm_k(ones), attn.num_heads, attn.norm_k.eps, rope).flatten(2)
     v = attn.v(x)
     del x
-    x = wan.optimized_attention(q, k, v, heads=attn.num_heads, transformer_options=options)
+    # Which attention the model's file asks for (ComfyUI 0.37 and newer).
+    wish = {"preferred_attention": attn.comfy_attention} if hasattr(attn, "comfy_attention") else {}
+    x = wan.optimized_attention(q, k, v, heads=attn.num_heads, transformer_options=options, **wish)
     del q, k, v
     return attn.o(x)

@@ -302,6 +302,17 @@ def check_attention(it: World) -> None:
         assert it.blocks.is_known(*it.forwards())
         assert error(sample(model, SIGMAS), plain) > 1e-3
         it.same(model, 9, SIGMAS)
+        asked: list[Any] = []
+
+        def recording(*args: Any, preferred_attention: Any = None, **kwargs: Any) -> Any:
+            asked.append(preferred_attention)
+            return real(*args, **kwargs)
+
+        wan.optimized_attention = recording
+        for block in model.model.diffusion_model.blocks:
+            block.self_attn.comfy_attention = "as the file asks"  # what ComfyUI 0.37 and newer hand to it
+        sample(it(model), SIGMAS)
+        assert asked.count("as the file asks") == 9, asked
     finally:
         wan.optimized_attention = real
 
