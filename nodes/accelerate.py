@@ -42,7 +42,8 @@ class WanCoreAccelerate(io.ComfyNode):
                     options=[*CHOSEN, COMFYUI, *BACKENDS],
                     default="auto",
                     tooltip="The kernel of self-attention. 'auto' takes the fastest that runs here and changes no "
-                    "numbers but for rounding; FP8 and int8 kernels ('cudnn-fp8', 'int8', 'sage') only by name, by "
+                    "numbers but for rounding, and leaves a faster one that was chosen in ComfyUI "
+                    "(--use-sage-attention); FP8 and int8 kernels ('cudnn-fp8', 'int8', 'sage') only by name, by "
                     "'fast', which takes the card's first, or where speed is not exact. 'comfyui' leaves dense "
                     "attention to ComfyUI.",
                 ),
@@ -91,10 +92,12 @@ class WanCoreAccelerate(io.ComfyNode):
         transformer = host.check_wan(model)
         options = replace(skipping or SkipOptions(), speed=speed)
         attention = attention_at_speed(attention, speed)
+        why = host.why_comfyui(model) if attention == "auto" else None
+        attention = attention if why is None else COMFYUI
         head_dim = transformer.dim // transformer.num_heads
         place = model.load_device, host.compute_dtype(model), head_dim
         name = attention if attention == COMFYUI else resolve_attention(attention, *place)[0]
-        lines = [f"attention: {name}"]
+        lines = [f"attention: {name}" if why is None else f"attention: {name} ({why})"]
         if options.sparse is not None:
             check_kernel(options.sparse, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
         accelerated = host.accelerate(model, attention, options, host.reporter(), steps, compare)

@@ -18,7 +18,7 @@ from .folders import (
 )
 from .memory import Held, Weights, evict_all, load, log, read_ahead, release_pinned, room, spare_bytes
 from .native import check_wan, checkpoint_of, compute_dtype
-from .native_beside import words_before
+from .native_beside import why_comfyui, words_before
 from .native_model import describe, sampler_sigmas, window_schedule
 from .native_reserve import skip_layer_passes
 from .native_run import accelerate, accelerated

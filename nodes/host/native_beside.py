@@ -22,6 +22,7 @@ from comfy.patcher_extension import WrappersMP
 from torch.overrides import BaseTorchFunctionMode
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.ops.cards import capability, card_of
 from wan_core.sampling.native.attention import NativeAttention, name_of, qualified
 from wan_core.sampling.native.run import WARNING, NativeRun
 
@@ -34,6 +35,7 @@ OVERRIDE = "optimized_attention_override"
 SPARSE_KEY = "block_sparse_attention"  # of the callbacks of Model Sparse Attention (ComfyUI 0.36 and newer)
 COMPILE_KEY = "torch.compile"  # of the wrapper of comfy_api.torch_helpers
 SPARSE_NODE = "Model Sparse Attention"
+ROUNDING = {"sage": "sage", "comfy_kitchen_int8": "int8"}  # kernels that round: their names in ComfyUI -> here
 
 
 def pause() -> AbstractContextManager[Any]:
@@ -67,6 +69,31 @@ def split_earlier(override: Any) -> dict[str, Any]:
     setter = getattr(ModelPatcher, "set_model_optimized_attention", None)  # ComfyUI 0.33 and newer
     chosen = setter is not None and getattr(override, "__qualname__", "").startswith(f"{setter.__qualname__}.")
     return {"chosen": override} if chosen else {"earlier": override}
+
+
+def why_comfyui(patcher: ModelPatcher) -> str | None:
+    """Why `auto` leaves self-attention of a model to ComfyUI, in words: it computes by a kernel that rounds, which its
+    user chose and which is faster on this card than all exact ones; or the GPU is none of those that `auto` knows,
+    where torch may need memory for all scores at once. None: it leaves nothing."""
+    from comfy.ldm.modules import attention
+
+    card, device = capability(patcher.load_device), patcher.load_device
+    if device.type != "cpu" and card is None:
+        return "its choice for what is no NVIDIA GPU"
+    chosen = split_earlier(patcher.model_options["transformer_options"].get(OVERRIDE)).get("chosen")
+    for name, here in ROUNDING.items():
+        theirs = getattr(attention, "REGISTERED_ATTENTION_FUNCTIONS", {}).get(name)
+        if theirs is None or here not in card_of(card).rounding:
+            continue
+        by_node = chosen is not None and computes_by(chosen, theirs)
+        if by_node or (chosen is None and attention.optimized_attention is theirs):
+            return f"{here}, which was chosen there and is faster on this card than 'auto'"
+    return None
+
+
+def computes_by(chosen: Any, function: Any) -> bool:
+    """Whether the override of Model Attention Backend calls ComfyUI's attention `function`."""
+    return any(cell.cell_contents is function for cell in chosen.__closure__ or ())
 
 
 def has_sparse_node(patcher: ModelPatcher) -> bool:

@@ -135,6 +135,48 @@ def check_backend(it: World) -> None:
     assert counts.startswith("WanCore Accelerate: self-attention calls: none"), counts
 
 
+def check_faster_backend(it: World) -> None:
+    """`auto` leaves self-attention to a kernel that rounds where ComfyUI was started with it, or Model Attention
+    Backend chose it, on cards where it is faster; and to ComfyUI's choice on other GPUs than NVIDIA's."""
+    import comfy.ldm.wan.model as wan
+    import torch
+    from comfy.ldm.modules import attention
+
+    beside, node = (importlib.import_module(f"pack.nodes.{name}") for name in ("host.native_beside", "accelerate"))
+    own, cards = attention.optimized_attention, {"Ada": (8, 9), "Hopper": (9, 0)}
+
+    @attention.wrap_attn
+    def rounded(q: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(q.half().float(), *args, **kwargs)
+
+    def text(model: Any, name: str = "auto") -> str:
+        return node.WanCoreAccelerate.execute(model, "exact", name).ui.as_dict()["text"][0]
+
+    plain, by_node = tiny("WAN21_T2V"), tiny("WAN21_T2V")
+    other = plain.clone()
+    other.load_device = torch.device("xpu")
+    assert "attention: comfyui (its choice for what is no NVIDIA GPU)" in text(other)
+    by_node.set_model_optimized_attention(rounded)
+    for theirs, ours in beside.ROUNDING.items():
+        registered = {**attention.REGISTERED_ATTENTION_FUNCTIONS, theirs: rounded}
+        real = attention.REGISTERED_ATTENTION_FUNCTIONS, beside.capability
+        attention.REGISTERED_ATTENTION_FUNCTIONS = registered
+        try:
+            for model, started in ((plain, rounded), (by_node, own)):
+                attention.optimized_attention = wan.optimized_attention = started
+                beside.capability = lambda _: cards["Ada"]
+                assert f"attention: comfyui ({ours}, which was chosen there" in text(model)
+                assert "attention: sdpa\n" in text(model, "sdpa") + "\n"
+                accelerated = node.WanCoreAccelerate.execute(model, "exact", "auto").result[0]
+                assert (sample(accelerated, {}, SIZE) == sample(model, {}, SIZE)).all()
+                beside.capability = lambda _: cards["Hopper"]
+                assert "attention: sdpa\n" in text(model) + "\n"
+            assert "attention: sdpa\n" in text(plain) + "\n"
+        finally:
+            attention.REGISTERED_ATTENTION_FUNCTIONS, beside.capability = real
+            attention.optimized_attention = wan.optimized_attention = own
+
+
 def check_twice(it: World) -> None:
     """The second of two nodes replaces the first."""
     model = tiny("WAN21_T2V")
