@@ -81,7 +81,7 @@ def test_a_rank_killed_in_a_step(workers: Workers, rank: int) -> None:
 
 def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None:
     pids = ranks(workers)
-    assert workers.call("ping")[0]["kind"] == "pong"
+    assert run(workers).frames.std() > 0
     processes = all_of(workers)
     os.kill(pids[1], signal.SIGKILL)
     wait_until_gone(processes)
@@ -187,7 +187,7 @@ def test_an_interruption_between_blocks_leaves_the_ranks_in_step(workers: Worker
                     raise Enough
 
             with contextlib.suppress(Enough):
-                workers.call("generate", fields_of(asked, mesh), poll=enough, on_event=lambda *_, e=enough: e())
+                workers.call("generate", fields_of(asked, mesh), {}, poll=enough, on_event=lambda *_, e=enough: e())
             assert torch.equal(run(workers, **asked).latents, exact)
     assert ranks(workers) == pids
 

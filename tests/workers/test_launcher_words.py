@@ -110,5 +110,5 @@ def test_ranks_that_compile_are_ended_where_the_user_interrupts(phase: str) -> N
 
     begin = time.monotonic()
     with pytest.raises(Enough):
-        workers.call("generate", {}, poll=poll)
+        workers.call("generate", {}, {}, poll=poll)
     assert time.monotonic() - begin < 5 and running.killed == (phase == COMPILING) != workers.is_running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,12 +61,9 @@ class ProgressLine:
     def found(self, parts: Any, plan: Plan | None = None) -> None:
         """The models that will be loaded (`Parts`), and what will be made."""
         if plan is not None:
-            self.decided(plan.lines)
+            for note in plan.lines:
+                self.say(note)
         self.to_load = sum(part.stored_bytes for part in parts.of.values())
-
-    def decided(self, notes: Iterable[str]) -> None:
-        for note in notes:
-            self.say(note)
 
     def read(self, count: int) -> None:
         with self.lock:

@@ -177,7 +177,7 @@ class NodeRanks(OnNode):
         if header.get("keep") is not None:
             header = header | {"keep": os.path.join(self.processes.folder, "kept.safetensors")}
         try:
-            self.processes.channel.send(header, unpack_tensors(bytearray(body)) if body else None)
+            self.processes.channel.send(header, unpack_tensors(bytearray(body)))
         except ChannelError:
             return False
         return True
@@ -185,7 +185,7 @@ class NodeRanks(OnNode):
     def frames(self) -> dict[str, Any]:
         """What rank 0 has sent since the last call: {"frames": [(header, body, kept file or None)], "statuses": those
         of the ranks, if they are new, "age": seconds since its last sign of life, "connected", "ended"}."""
-        from wan_core.checkpoint.safetensors_file import safetensors_pieces
+        from wan_core.workers.control import pack_tensors
 
         processes, frames = self.processes, []
         try:
@@ -193,8 +193,7 @@ class NodeRanks(OnNode):
             while True:
                 if frame is not None:
                     header, tensors = frame
-                    body = b"".join(safetensors_pieces(tensors, {})) if tensors else b""
-                    frames.append((header, body, self._kept(header)))
+                    frames.append((header, pack_tensors(tensors), self._kept(header)))
                 frame = processes.inbox.get_nowait()
         except queue.Empty:
             pass
@@ -222,9 +221,11 @@ class NodeRanks(OnNode):
     def end(self, seconds: float) -> dict[str, Any]:
         """How the ranks ended, when they have, or after `seconds`: the report of their supervisor, with an error where
         there is none."""
+        from wan_core.workers.faults import end_of_logs
+
         ended, report = self.processes.ended.wait(seconds), self.processes.report
         if report is None and ended:
-            code, logs = self.processes.exit_code(), self.processes.end_of_logs()
+            code, logs = self.processes.process.poll(), end_of_logs(self.processes.folder)
             report = {"error": f"the supervisor on {self.describe()['name']} ended with code {code}{logs}"}
         return report or {}
 

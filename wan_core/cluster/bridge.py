@@ -7,7 +7,6 @@ actor and goes on to the program over the control channel, and requests go the o
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -20,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.cluster.actors import NodeRanks
 from wan_core.cluster.connect import Wanted, ask, check_token, connect, import_ray, nodes
 from wan_core.cluster.files import media_of, models_there, with_paths, with_words
@@ -31,20 +29,9 @@ from wan_core.config.outputs import write_bytes
 from wan_core.workers import control
 from wan_core.workers.faults import places
 from wan_core.workers.launcher import WorkerError
-from wan_core.workers.supervisor import SupervisorOptions, end_with_parent, own_pipes
+from wan_core.workers.supervisor import SupervisorOptions, main
 
 END_SECONDS = 6.0  # after one node's ranks ended: those of the others end by themselves, and say why
-
-
-def main() -> int:
-    stdin, report = own_pipes()
-    options = SupervisorOptions(**json.loads(stdin.readline()))
-    parent = os.getppid()
-    threading.Thread(target=end_with_parent, args=(stdin, parent), daemon=True).start()
-    found = Bridge(options).run()
-    report.write(json.dumps(found) + "\n")
-    report.flush()
-    return 1 if found else 0
 
 
 class Bridge:
@@ -121,8 +108,7 @@ class Bridge:
         for header, body, kept in found["frames"]:
             if kept is not None and self.keep is not None:
                 header = self._keep(header, self.keep, kept)
-            tensors = control.unpack_tensors(bytearray(body)) if body else {}
-            self.channel.send(self._as_here(header), tensors)
+            self.channel.send(self._as_here(header), control.unpack_tensors(bytearray(body)))
         return found["ended"]
 
     def _as_here(self, header: dict[str, Any]) -> dict[str, Any]:
@@ -184,11 +170,10 @@ class Bridge:
     def _send(self, header: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """A request to rank 0; the files that it names are sent first. Raises OptionError where a node lacks a file,
         WorkerError if a node is gone."""
-        body = b"".join(safetensors_pieces(tensors, {})) if tensors else b""
         if header["op"] not in ("interrupt", "shutdown"):
             self.request_start = time.monotonic()
             header = self._with_files(header)
-        ask(self.actors[0].send.remote(header, body), "rank 0")
+        ask(self.actors[0].send.remote(header, control.pack_tensors(tensors)), "rank 0")
 
     def _with_files(self, header: dict[str, Any]) -> dict[str, Any]:
         """The request as the nodes understand it."""
@@ -211,4 +196,4 @@ class Bridge:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(lambda options: Bridge(options).run()))

@@ -50,9 +50,16 @@ class AuthenticationError(ChannelError):
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
+def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file in memory; nothing where there are no tensors."""
+    return b"".join(safetensors_pieces(tensors, {})) if tensors else b""
+
+
 def unpack_tensors(data: bytearray) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in memory; they share `data`, which the library's own reader would copy.
-    Raises ChannelError for anything else."""
+    """The tensors of `pack_tensors`; they share `data`, which the library's own reader would copy. Raises ChannelError
+    for anything else."""
+    if not data:
+        return {}
     try:
         length = int.from_bytes(data[:8], "little")
         if not 2 <= length <= min(MAX_HEADER, len(data) - 8):
@@ -109,7 +116,7 @@ class Channel:
             raise ChannelError(f"the header of a frame is not JSON: {fault}") from fault
         if not isinstance(said, dict):
             raise ChannelError("the header of a frame is not a JSON object")
-        return said, unpack_tensors(_read(self._socket, body)) if body else {}
+        return said, unpack_tensors(_read(self._socket, body))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the peer closed first

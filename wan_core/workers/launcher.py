@@ -23,7 +23,7 @@ from torch import Tensor
 from wan_core.config import OptionError, UserError
 from wan_core.pipeline.run import COMPILING
 from wan_core.workers.control import ChannelError
-from wan_core.workers.faults import describe_failure, explain, place, places, rank_name
+from wan_core.workers.faults import describe_failure, end_of_logs, explain, place, places, rank_name
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.processes import STOP_SECONDS, Frame, WorkerProcesses
 
@@ -102,8 +102,8 @@ class Workers:
     def call(
         self,
         op: str,
-        header: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
+        header: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
         *,
         on_event: OnEvent = lambda header, tensors: None,
         poll: Callable[[], None] = lambda: None,
@@ -121,7 +121,7 @@ class Workers:
             self._number += 1
             number = self._number
             try:
-                processes.channel.send({**(header or {}), "op": op, "number": number}, tensors)
+                processes.channel.send({**header, "op": op, "number": number}, tensors)
             except ChannelError:
                 raise self._lost(processes) from None
             processes.begin_request(op)
@@ -203,7 +203,7 @@ class Workers:
                     return processes
         except TimeoutError:
             where = places(processes.statuses) or f"no worker connected within {timeout:g} s"
-            log = processes.end_of_logs()
+            log = end_of_logs(processes.folder)
             self._end()
             raise WorkerError(f"the workers were not ready within {timeout:g} s: {where}{log}") from None
 
@@ -237,9 +237,9 @@ class Workers:
     def _lost(self, processes: WorkerProcesses) -> WorkerError:
         """The error for ranks that have ended. Cleans up."""
         processes.ended.wait(STOP_SECONDS)  # the launcher ends the other ranks first
-        text = explain(processes.report, processes.statuses, processes.exit_code())
+        text = explain(processes.report, processes.statuses, processes.process.poll())
         if processes.report is None:
-            text += processes.end_of_logs()
+            text += end_of_logs(processes.folder)
         self._end()
         return WorkerError(f"{text}. {RESTART}")
 

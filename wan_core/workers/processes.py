@@ -21,7 +21,6 @@ from torch import Tensor
 
 from wan_core.config.temporary import own_folder
 from wan_core.workers.control import Channel, ChannelError, Listener, new_key
-from wan_core.workers.faults import end_of_logs
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.supervisor import SupervisorOptions
 
@@ -153,9 +152,3 @@ class WorkerProcesses:
                 with contextlib.suppress(OSError):
                     stream.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def exit_code(self) -> int | None:
-        return self.process.poll()
-
-    def end_of_logs(self) -> str:
-        return end_of_logs(self.folder)

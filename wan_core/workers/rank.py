@@ -29,11 +29,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.denoise import BlockChecks
 from wan_core.sampling.plan import Plan
-from wan_core.workers.control import Channel, ChannelError, connect, unpack_tensors
+from wan_core.workers.control import Channel, ChannelError, connect, pack_tensors, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, Interrupted, describe_fault, place, write_error_file
 from wan_core.workers.wire import pack
 
@@ -196,7 +195,7 @@ class Rank:
         """Rank 0's request on all ranks, as JSON and safetensors without pickle."""
         if self.rank == 0:
             text = json.dumps(header).encode()
-            body = b"".join(safetensors_pieces(tensors, {})) if tensors else b""
+            body = pack_tensors(tensors or {})
             lengths = torch.tensor([len(text), len(body)])
             data = torch.frombuffer(bytearray(text + body), dtype=torch.uint8)
         else:
@@ -208,7 +207,7 @@ class Rank:
         if self.rank == 0:
             return header, tensors
         raw, middle = bytearray(data.numpy()), int(lengths[0])
-        return json.loads(raw[:middle]), unpack_tensors(raw[middle:]) if lengths[1] else {}
+        return json.loads(raw[:middle]), unpack_tensors(raw[middle:])
 
     def raise_if_interrupted(self) -> None:
         """Raise Interrupted on all ranks if the program stopped the request. All ranks call it at the same place."""

@@ -21,8 +21,9 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from wan_core.workers.control import LOOPBACK
+
 BACKEND = "wancore"
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -63,7 +63,8 @@ def share_cores(ranks: int) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
-def main() -> int:
+def main(run: Callable[[SupervisorOptions], dict[str, Any]]) -> int:
+    """A program between worker processes and who started it. run: returns the report of their end."""
     stdin, report = own_pipes()
     options = SupervisorOptions(**json.loads(stdin.readline()))
     parent = os.getppid()
@@ -107,11 +108,9 @@ def run(options: SupervisorOptions) -> dict[str, Any]:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from wan_core.workers.rendezvous import (
-        LOOPBACK,
-        Meeting,
-        register,
-    )  # not at the top: torch.distributed takes a second
+    # not at the top: torch.distributed takes a second
+    from wan_core.workers.control import LOOPBACK
+    from wan_core.workers.rendezvous import Meeting, register
 
     meeting = None if options.meeting is None else Meeting(**options.meeting)
     if options.interface is not None:
@@ -170,4 +169,4 @@ def _failure(rank: int, failure: Any, log_dir: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run))

@@ -43,8 +43,6 @@ def receive_requests(channel: Channel, rank: Rank, inbox: Inbox) -> None:
             header, tensors = channel.receive()
             if header["op"] == "interrupt":
                 rank.interrupted = header["number"]
-            elif header["op"] == "ping":
-                channel.send({"kind": "pong", "number": header["number"]})
             else:
                 inbox.put((header, tensors))
     except (ChannelError, KeyError):
