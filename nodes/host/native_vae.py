@@ -27,11 +27,13 @@ from wan_core.pipeline.decode import Made, Pieces, decode_to
 
 from .progress import check_interruption
 
+DEVICES = ("cuda", "cpu")  # types of device from which the decoder brings frames to the host
 PIXELS = 16  # of so many one is compared first, in either direction: all are, where these are equal
 
 
 def native_vae_config(vae: Any, method: str = "decode") -> VAEConfig | None:
-    """The architecture of ComfyUI's VAE object; None: it is not Wan's, or a node changed its `method`."""
+    """The architecture of ComfyUI's VAE object; None: it is not Wan's, a node changed its `method`, or it is on a
+    device that is neither a CUDA one nor the CPU."""
     from comfy import ops, sd
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
@@ -39,6 +41,8 @@ def native_vae_config(vae: Any, method: str = "decode") -> VAEConfig | None:
     model = getattr(vae, "first_stage_model", None)
     own = type(vae) in (sd.VAE, still_vae()) and type(model) in (wan21.WanVAE, wan22.WanVAE)
     if not own or method in vars(vae) or method in vars(model) or not hasattr(ops, "uncast_bias_weight"):
+        return None
+    if vae.device.type not in DEVICES:
         return None
     shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
     try:

@@ -168,7 +168,10 @@ def check_still_frames_left_to_comfyui(it: World) -> None:
         del model.encode
         model.encoder = Compiled(model.encoder)
         assert (faster.encode(pixels) - native).abs().max() <= 1e-5 * native.abs().max()
-    for left in (None, vae.patcher, it.host.with_still_frames(vae)):
+    elsewhere = copy.copy(vae)
+    elsewhere.device = torch.device("mps")
+    assert it.host.native_vae_config(elsewhere) is None
+    for left in (None, elsewhere, vae.patcher, it.host.with_still_frames(vae)):
         assert it.host.with_still_frames(left) is left
 
 
