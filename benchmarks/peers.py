@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.plain import diffusers_names
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.library import load_torchs_cudnn
+from wan_core.ops.library import load_torchs_cudnn
 
 COMFYUI_PATH = "COMFYUI_PATH"  # where a checkout of ComfyUI is, if it is not importable by itself
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]

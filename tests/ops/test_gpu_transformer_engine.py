@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from tests.tensors import draw, relative
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import Quantized, spread_scale
-from wan_core.ops.quant.transformer_engine import DelayedState, TEBlockLinear, TECurrentLinear, TEDelayedLinear, why_not
+from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.ops.quant.transformer_engine import DelayedState, TEBlockLinear, TECurrentLinear, TEDelayedLinear
 
 CUDA = torch.device("cuda", 0)
 TOLERANCE = 0.04
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.gpu]
 
 @pytest.fixture(params=RECIPES)
 def kind(request):
-    reason = why_not(CUDA, request.param)
+    reason = SCHEMES[request.param].why_not(CUDA)
     if reason is not None:
         pytest.skip(reason)
     return RECIPES[request.param]
@@ -29,7 +30,7 @@ def kind(request):
 
 @pytest.fixture
 def delayed():
-    reason = why_not(CUDA, "te-delayed")
+    reason = SCHEMES["te-delayed"].why_not(CUDA)
     if reason is not None:
         pytest.skip(reason)
     layer, weight = linear(TEDelayedLinear, 1024, 512)

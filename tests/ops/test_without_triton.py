@@ -30,9 +30,9 @@ def hidden(monkeypatch):
 
 def test_it_is_said_once_what_that_costs_and_how_to_get_it(hidden, caplog):
     for _ in range(2):
-        assert fused.why_not(CUDA) == f"Triton is not installed: {fused.GET_TRITON}"
+        assert fused.why_not(CUDA) == f"Triton is not installed: {fused.TRITON.install}"
     assert [record.message for record in caplog.records] == [f"fused kernels: {fused.why_not(CUDA)}. {fused.WITHOUT}"]
-    assert "triton-windows" in fused.GET_TRITON and "memory" in fused.WITHOUT
+    assert "triton-windows" in fused.TRITON.install and "memory" in fused.WITHOUT
     assert not fused.triton_runs(CUDA)
 
 
@@ -42,7 +42,9 @@ def test_a_broken_triton_is_not_a_missing_one(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     reason = fused.missing_triton()
-    assert reason is not None and "cannot be imported (no libcuda)" in reason and fused.GET_TRITON in reason
+    assert (
+        reason is not None and "cannot be imported (OSError: no libcuda)" in reason and fused.TRITON.install in reason
+    )
 
 
 def imported(path: Path) -> set[str]:

@@ -15,13 +15,13 @@ from wan_core.cli.libraries import LIBRARIES, library, library_lines, line, pyth
 from wan_core.config.compile_cache import cache_folder, why_not_kept
 from wan_core.execution.report import GIB
 from wan_core.models.text.tokenizer import why_too_old
-from wan_core.ops.attention.library import IMPORT_FAULTS
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, auto_choice
 from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.cards import capability, has_fp8
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.library import IMPORT_FAULTS
 from wan_core.ops.quant import mx
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.mx import encode_mxfp8, encode_nvfp4

@@ -70,6 +70,11 @@ def capability(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device)
 
 
+def cuda_version() -> tuple[int, ...]:
+    """That torch was built for; (0, 0) without."""
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")))
+
+
 def card_of(capability: Capability | None) -> Card:
     """The row of the table for a capability; cards newer than the table have its last row."""
     fitting = [card for card in CARDS if capability is not None and card.since <= capability]

@@ -24,8 +24,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from wan_core.ops.attention.library import Library
 from wan_core.ops.custom_ops import refuse_gradients
+from wan_core.ops.library import Library
 
 log = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 from wan_core.ops.kernels.fused import K_MEAN_EVERY
 from wan_core.ops.kernels.reference import length_scale
 
-Kernel = Callable[[Quantized, Quantized, Quantized], Quantized]
-KernelLse = Callable[[Quantized, Quantized, Quantized], tuple[Quantized, Tensor]]
+Kernel = Callable[[Quantized, Quantized, Quantized, bool], tuple[Quantized, Tensor]]
+"""FP8 q, k, v and whether the log-sum-exp is wanted -> attention under v's scale, and the log-sum-exp."""
 
 SMALLEST_FP16 = 2.0**-7  # the same where the inverse must be a number in fp16
 SMALLEST = 2.0**-100  # largest magnitude assumed of a tensor of zeros: its scale is then a number that has an inverse
@@ -66,18 +66,18 @@ class Fp8Attention(Attention):
 
     gives_lse = True
 
-    def __init__(self, kernel: Kernel, kernel_lse: KernelLse) -> None:
-        self.kernel, self.kernel_lse = kernel, kernel_lse
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         refuse_gradients("FP8 attention", q, k, v)
-        return _dequantize(self.kernel(quantize_mixed(q), quantize_mixed(k, key_mean(k)), quantize(v)), q.dtype)
+        return _dequantize(self.quantized(quantize_mixed(q), quantize_mixed(k, key_mean(k)), quantize(v)), q.dtype)
 
     def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall = SINGLE) -> Quantized:
-        return self.kernel(q, k, v)
+        return self.kernel(q, k, v, False)[0]
 
     def quantized_lse(self, q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
-        return self.kernel_lse(q, k, v)
+        return self.kernel(q, k, v, True)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
         """Also the log-sum-exp float32 [B, H, L] of the scores with K as given: the mean that was taken from the keys
@@ -119,11 +119,7 @@ def _dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- the reference
 
 
-def reference(q: Quantized, k: Quantized, v: Quantized) -> Quantized:
-    return reference_lse(q, k, v)[0]
-
-
-def reference_lse(q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
+def reference(q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
     """What an FP8 kernel computes: attention of the numbers that q, k and v hold, rounded to E4M3 under v's scale.
 
     A real kernel also rounds the probabilities to E4M3, which this does not.
@@ -134,7 +130,7 @@ def reference_lse(q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, 
 
 def math_fp8() -> Fp8Attention:
     """FP8 attention in plain torch, on any device: for tests."""
-    return Fp8Attention(reference, reference_lse)
+    return Fp8Attention(lambda q, k, v, with_lse: reference(q, k, v))
 
 
 # ------------------------------------------------------------------------------------------------ kernels of libraries
@@ -142,19 +138,6 @@ def math_fp8() -> Fp8Attention:
 SOFTMAX_SCALE = 256.0
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, [B, H, L, D] as cuDNN names dimensions
-
-
-def cudnn_kernel(q: Quantized, k: Quantized, v: Quantized) -> Quantized:
-    return Quantized(_run_cudnn((q, k, v), with_lse=False)[0], v.scale)
-
-
-def cudnn_kernel_lse(q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
-    out, lse = _run_cudnn((q, k, v), with_lse=True)
-    return Quantized(out, v.scale), lse
-
-
-def cudnn_fp8() -> Fp8Attention:
-    return Fp8Attention(cudnn_kernel, cudnn_kernel_lse)
 
 
 @dataclass(frozen=True)
@@ -191,10 +174,7 @@ def _graph(q: Layout, k: Layout, v: Layout, with_lse: bool, device: int, thread:
     batch, heads, length, dim = q[0]
     out.set_output(True).set_dim(list(q[0])).set_stride([length * heads * dim, dim, heads * dim, 1])
     tensors["out"] = out.set_data_type(kinds.FP8_E4M3)
-    for name, amax in (
-        ("amax_s", largest_s),
-        ("amax_o", largest_o),
-    ):  # of no use here, but the cudnn_kernel writes them
+    for name, amax in (("amax_s", largest_s), ("amax_o", largest_o)):  # of no use here, but the kernel writes them
         amax.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
         tensors[name] = amax.set_data_type(kinds.FLOAT)
     if with_lse:
@@ -226,10 +206,11 @@ def _softmax_scales(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.full((1,), SOFTMAX_SCALE, device=device), torch.full((1,), 1 / SOFTMAX_SCALE, device=device)
 
 
-def _run_cudnn(qkv: tuple[Quantized, Quantized, Quantized], with_lse: bool) -> tuple[Tensor, Tensor]:
-    """FP8, scales [1] -> (FP8 [B, L, H, D] under v's scale, log-sum-exp float32 [B, H, L], empty if not asked for)."""
+def run_cudnn(queries: Quantized, keys: Quantized, values: Quantized, with_lse: bool) -> tuple[Quantized, Tensor]:
+    """Scales [1] -> FP8 [B, L, H, D] under the values' scale, log-sum-exp float32 [B, H, L], empty if not wanted."""
     import cudnn  # pyright: ignore[reportMissingImports]
 
+    qkv = queries, keys, values
     q, k, v = (x.data if x.data.stride(-1) == 1 else x.data.contiguous() for x in qkv)
     scales = [x.scale for x in qkv]
     batch, length, heads, _ = q.shape
@@ -251,7 +232,7 @@ def _run_cudnn(qkv: tuple[Quantized, Quantized, Quantized], with_lse: bool) -> t
         # Addresses rather than tensors: not every version of the library can be handed an FP8 tensor.
         pack = {entry.tensors[name]: tensor.data_ptr() for name, tensor in arguments.items()}
         entry.graph.execute(pack, workspace, handle=handle)
-    return out, lse
+    return Quantized(out, values.scale), lse
 
 
 def _layout(x: Tensor) -> Layout:

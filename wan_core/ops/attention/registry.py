@@ -18,9 +18,9 @@ from wan_core.config import UserError
 from wan_core.config.checks import unknown
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention import dense, fp8, sdpa
-from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.protocol import Attention, Dense
 from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
+from wan_core.ops.library import Library
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", lambda: Dense(dense.int8),
                 Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), dense.why_not_kitchen,
                 gives_lse=False, exact=False),
-        Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", fp8.cudnn_fp8,
+        Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", lambda: fp8.Fp8Attention(fp8.run_cudnn),
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
         Backend("math", "the formula in float32, the whole matrix in memory: for tests",
                 lambda: Dense(sdpa.math_reference, sdpa.math_lse)),

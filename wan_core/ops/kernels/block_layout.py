@@ -59,19 +59,14 @@ class Pooled(NamedTuple):
     """Means that replace unselected key blocks.
 
     keys, values: means of every block, float32 [B, H, n, D]. kept: selected blocks, which are not replaced, bool
-    [B, H, r, n] for r blocks of queries. sizes: int32 [n], the number of tokens of every block; None: as many keys as
-    queries. slopes: of the unselected values with the queries of a row, [B, H, r, D, D]; None: they stay."""
+    [B, H, r, n] for r blocks of queries. sizes: int32 [n], the number of tokens of every block. slopes: of the
+    unselected values with the queries of a row, [B, H, r, D, D]; None: they stay."""
 
     keys: Tensor
     values: Tensor
     kept: Tensor
-    sizes: Tensor | None = None
+    sizes: Tensor
     slopes: Tensor | None = None
-
-
-def sizes_of(pooled: Pooled, q: Tensor, block: int) -> Tensor:
-    """int32 [n]: the number of tokens of every block of keys, for queries q [B, L, H, D]."""
-    return block_sizes(q.shape[1], block, q.device) if pooled.sizes is None else pooled.sizes
 
 
 def block_sizes(tokens: int, block: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.block_layout import Blocked, Pooled, channels_first, padded, sizes_of
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, channels_first, padded
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
@@ -134,7 +134,7 @@ def final_lse(
 def pooled_scores(lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For every head, float32: the scores of the means of unselected blocks [B, L, n], -inf for selected ones, and the
     log-sum-exp [B, L, 1] of these and of what was read."""
-    sizes = sizes_of(pooled, q, block).log()
+    sizes = pooled.sizes.log()
     for head in range(q.shape[2]):
         scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes
         scores = scores.masked_fill_(pooled.kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]], float("-inf"))

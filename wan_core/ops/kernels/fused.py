@@ -23,11 +23,15 @@ from wan_core.ops.cards import AMPERE, capability, has_fp8
 from wan_core.ops.kernels import reference
 from wan_core.ops.kernels.block_layout import Blocked, heads_first
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference
+from wan_core.ops.library import Library, probe
 
 log = logging.getLogger(__name__)
 K_MEAN_EVERY = 32  # the mean that is subtracted from the keys is taken over every 32nd token
-GET_TRITON = (
-    "on Windows `pip install -U triton-windows`, elsewhere `pip install triton`, in the version that fits this torch"
+TRITON = Library(
+    "Triton",
+    "triton.errors",
+    "TritonError",
+    "on Windows `pip install -U triton-windows`, elsewhere `pip install triton`, in the version that fits this torch",
 )
 # Measured on an H200 at 480p and 720p, bf16; FP8 was not.
 WITHOUT = "plain torch computes instead: 6 to 10 % more time in bf16, and twice the memory for activations"
@@ -89,14 +93,7 @@ def _test_kernels(device: torch.device) -> str | None:
 
 def missing_triton() -> str | None:
     """Why Triton cannot be imported, and how to get it; None if it can."""
-    try:
-        import triton.language  # noqa: F401 # pyright: ignore[reportMissingImports]
-        from triton.errors import TritonError  # noqa: F401 # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError, RuntimeError, AttributeError) as fault:
-        if isinstance(fault, ModuleNotFoundError) and fault.name in ("triton", "triton.language"):
-            return f"Triton is not installed: {GET_TRITON}"
-        return f"Triton cannot be imported ({fault}): {GET_TRITON}"
-    return None
+    return probe(TRITON)
 
 
 def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wan_core.ops.custom_ops import operator
-from wan_core.ops.kernels.block_layout import Pooled, sizes_of
+from wan_core.ops.kernels.block_layout import Pooled
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
 from wan_core.ops.kernels.triton_ops import on_device_of
 
@@ -188,7 +188,7 @@ def finish(
             none if pooled is None else pooled.keys.to(torch.bfloat16).contiguous(),
             none if pooled is None else pooled.values.to(torch.bfloat16).contiguous(),
             none if pooled is None else pooled.kept.to(torch.uint8).contiguous(),
-            none if pooled is None else sizes_of(pooled, q, block).log(),
+            none if pooled is None else pooled.sizes.log(),
             none if slopes is None else slopes.contiguous(),
             none if tail is None else tail.to(torch.uint8).contiguous(), none if scale is None else scale, result,
             tokens, lse.shape[-1], row_blocks, count, pads, dim**-0.5,

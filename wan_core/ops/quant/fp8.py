@@ -13,9 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.ops.cards import capability, has_fp8
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference, spread_scale
 from wan_core.ops.quant.linear import QuantLinear
+
+
+def why_not_multiply(device: torch.device) -> str | None:
+    """Why torch cannot multiply FP8 on `device`; None if it can. A CPU can, by way of float32."""
+    if device.type == "cpu":
+        return None
+    if capability(device) is None:
+        return "needs an NVIDIA GPU"
+    if not has_fp8(device):
+        return (
+            f"{torch.cuda.get_device_name(device)} has no FP8 units (they come with compute capability 8.9, Ada): use "
+            "fp8-weights, which halves the memory and computes in bf16"
+        )
+    return None
 
 
 def _is_e4m3(stored: Any) -> bool:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wan_core.ops.attention.library import IMPORT_FAULTS, Library, load_torchs_cudnn
-from wan_core.ops.cards import FP8_SINCE, HOPPER, capability
+from wan_core.ops.cards import FP8_SINCE, HOPPER, capability, cuda_version
 from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized
-from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded
+from wan_core.ops.library import IMPORT_FAULTS, Library, load_torchs_cudnn
+from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded, why_not_multiply
 
 HISTORY = 16  # forwards of the model whose amax decides a delayed scale
 _INFINITY = float("inf")
@@ -40,23 +40,24 @@ _LIBRARY = Library(
 # --------------------------------------------------------------------------------------------------------- requirements
 
 
-def why_not(device: torch.device, name: str = "te-current") -> str | None:
-    """Why the recipe `name` (te-delayed, te-current, te-block) does not run on `device`, and what to do; None where it
-    does. The first call on a fitting GPU imports the library, which takes seconds."""
-    if (version := capability(device)) is None:
+def why_not(device: torch.device) -> str | None:
+    """Why recipes with one scale for a tensor do not run on `device`, and what to do; None where they do. The first
+    call on a fitting GPU imports the library, which takes seconds."""
+    if capability(device) is None:
         return "Transformer Engine needs an NVIDIA GPU"
-    if version < FP8_SINCE:
-        return (
-            f"FP8 units come with compute capability 8.9 (Ada), and {torch.cuda.get_device_name(device)} has "
-            f"{version[0]}.{version[1]}: use fp8-weights, which halves the memory and computes in bf16"
-        )
-    if name == "te-block":
-        # Blackwell emulates them in MXFP8, with other weights: scales that are powers of two
+    return why_not_multiply(device) or missing()
+
+
+def why_not_blocks(device: torch.device) -> str | None:
+    """Why the recipe with scales for blocks does not run. Blackwell emulates it in MXFP8, with other weights: scales
+    that are powers of two."""
+    version = capability(device)
+    if version is not None and version >= FP8_SINCE:
         if version[0] != HOPPER[0]:
             return "scales for blocks of 128 need Hopper (compute capability 9.0): use te-current"
-        if tuple(map(int, str(torch.version.cuda).split("."))) < (12, 9):
+        if cuda_version() < (12, 9):
             return f"scales for blocks need CUDA 12.9, and this torch has {torch.version.cuda}: use te-current"
-    return missing()
+    return why_not(device)
 
 
 @functools.cache

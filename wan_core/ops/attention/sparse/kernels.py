@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config.compile_cache import full_disk_explained
-from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs
 from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.cards import AMPERE, BLACKWELL, HOPPER, capability, card_of
 from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.block_layout import Blocked
+from wan_core.ops.library import Library
 
 log = logging.getLogger(__name__)
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -46,6 +46,13 @@ CUDNN_SPARSE = Library(
     "cudnn.block_sparse_attention",
     "block_sparse_attention_forward",
     "pip install 'nvidia-cudnn-frontend>=1.32' 'nvidia-cutlass-dsl>=4.6.2'",
+)
+# Below the library's public function, which need not be there in other versions.
+CUDNN_SPARSE_FP8 = replace(
+    CUDNN_SPARSE,
+    module="cudnn.block_sparse_attention._interface",
+    attribute="_bsa_attn_fwd_sm90_fp8_blk128",
+    install="pip install nvidia-cudnn-frontend==1.32.0 'nvidia-cutlass-dsl>=4.6.2'",
 )
 
 
@@ -63,7 +70,7 @@ KERNELS: dict[str, SparseKernel] = {
     for kernel in (
         SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", lambda: sparse_fp8,
                      Needs(HOPPER, 9, HALF, (128,)),
-                     lambda: CUDNN_SPARSE.why_not() or why_not_fp8(), fp8=True),
+                     CUDNN_SPARSE_FP8.why_not, fp8=True),
         SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", lambda: sparse_bf16,
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
         SparseKernel("flex", "torch's FlexAttention, blocks of 128", lambda: sparse_flex,
@@ -156,19 +163,6 @@ def sparse_fp8(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> 
         dim**-0.5,
     )
     return out[:, :, : q.tokens].transpose(1, 2), lse
-
-
-def why_not_fp8() -> str | None:
-    """None where the FP8 kernel can be called as it is here, below the library's public function."""
-    try:
-        from cudnn.block_sparse_attention import _interface  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as fault:
-        reason = (str(fault).splitlines() or [type(fault).__name__])[0]
-        install = "pip install nvidia-cudnn-frontend nvidia-cutlass-dsl"
-        return f"its block-sparse kernels cannot be imported ({reason}): {install}"
-    if not hasattr(_interface, "_bsa_attn_fwd_sm90_fp8_blk128"):
-        return "this version of nvidia-cudnn-frontend has other block-sparse kernels: use 1.32"
-    return None
 
 
 def _aligned(x: Tensor) -> bool:
