@@ -318,12 +318,14 @@ def _plain_tensors() -> Iterator[None]:
 
 
 def room() -> int:
-    """Bytes on the device if everything that can leave did."""
+    """Bytes on the device if everything that can leave did, without what is for other programs (--reserve-vram)."""
     here = device()
     total = model_management.get_total_memory(here)
     if here.type != "cuda":
         return int(total)
-    return int(total) - CONTEXT
+    from comfy.cli_args import args  # reads the command line when it is imported
+
+    return int(total - (args.reserve_vram or 0) * 2**30) - CONTEXT
 
 
 def release_pinned(nbytes: int) -> None:

@@ -92,6 +92,24 @@ def check_kept_is_given_back(_: World) -> None:
     assert device.left(device.names[0]) >= 81 * GIB
 
 
+def check_room_for_other_programs(_: World) -> None:
+    """What --reserve-vram is for is not planned with."""
+    import comfy.model_management as manager
+    from comfy.cli_args import args
+
+    memory = importlib.import_module("pack.nodes.host.memory")
+    real = memory.device, manager.get_total_memory
+    memory.device, manager.get_total_memory = lambda: Device(model=0, kept_bytes=0).names[0], lambda _: TOTAL
+    try:
+        rooms = []
+        for args.reserve_vram in (None, 8.0):
+            rooms.append(memory.room())
+    finally:
+        args.reserve_vram = None
+        memory.device, manager.get_total_memory = real
+    assert rooms[0] < TOTAL and rooms[0] - rooms[1] == 8 * GIB, rooms
+
+
 def check_others_make_room(_: World) -> None:
     device = Device(model=70 * GIB, kept_bytes=10 * GIB)
     device.remote([True]).use("experts", 40 * GIB, 5 * GIB)
