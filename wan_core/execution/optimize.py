@@ -50,7 +50,6 @@ def optimize(
     quantised where weights are read (`load_dit`), so that both precisions never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
-    attend = model.own_attention(attend)
     model.runners.remove(ShardedTokens)
     model.runners.remove(LayerStage)
     set_attention(model, attend)
@@ -58,7 +57,7 @@ def optimize(
     if state is not None:
         model.runners.add(DelayedScales(state))
     if ranks is not None and ranks.sequence.size > 1:
-        shard_tokens(model, ranks, attend)
+        shard_tokens(model, ranks, model.own_attention(attend))
     elif ranks is not None and ranks.layers.size > 1:
         model.stage = stage_layers(len(model.blocks), ranks)
         model.runners.add(LayerStage(ranks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -264,8 +265,4 @@ def _phase_words(phase: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters; later ones are indented."""
-    lines = [text[:width]]
-    for start in range(width, len(text), width - 4):
-        lines.append("    " + text[start : start + width - 4])
-    return lines
+    return textwrap.wrap(text, width, subsequent_indent="    ")

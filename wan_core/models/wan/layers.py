@@ -35,27 +35,19 @@ Fp8 = Quantized | Blocked
 QKV = tuple[Tensor, Tensor, Tensor] | tuple[Fp8, Fp8, Fp8]
 
 
-class RMSNorm(nn.Module):
-    """The weight of a root-mean-square norm over all heads at once; `fused.head_norm` applies it."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-
 class AttentionLayer(nn.Module):
     """The parameters of self- and cross-attention. `attend` is a seam: backends, sparse attention, ranks."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.heads = config.num_heads
+        self.heads, self.eps = config.num_heads, config.eps
         self.q = Linear(config.dim, config.dim)
         self.k = Linear(config.dim, config.dim)
         self.v = Linear(config.dim, config.dim)
         self.o = Linear(config.dim, config.dim)
-        self.norm_q = RMSNorm(config.dim, config.eps)  # over all heads at once, before they are split
-        self.norm_k = RMSNorm(config.dim, config.eps)
+        # Over all heads at once, before they are split: `fused.head_norm` applies their weights.
+        self.norm_q = nn.RMSNorm(config.dim, config.eps)
+        self.norm_k = nn.RMSNorm(config.dim, config.eps)
         self.attend: Attention = SDPA
 
 
@@ -73,16 +65,16 @@ class SelfAttention(AttentionLayer):
         h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
         if self.attend.takes_fp8:
             return self.project_fp8(h, rope)
-        q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
-        k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope)
+        q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.eps, rope)
+        k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.eps, rope)
         return q, k, self.v(h).unflatten(-1, (self.heads, -1))
 
     def project_fp8(self, h: Any, rope: Tensor) -> tuple[Fp8, Fp8, Fp8]:
         """Norm, rotation and quantisation in one pass, in the layout that `attend` wants."""
         block, agree = self.attend.block, self.attend.agree
-        q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope, block=block)
+        q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.eps, rope, block=block)
         k = fused.head_norm_fp8(
-            self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, block=block, agree=agree
+            self.k(h), self.norm_k.weight, self.heads, self.eps, rope, centre=True, block=block, agree=agree
         )
         v = self.v(h)
         if block:
@@ -114,12 +106,12 @@ class CrossAttention(AttentionLayer):
 
     def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
-        k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
+        k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.eps)
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...], bias: TokenBias | None = None) -> Tensor:
         """x [B, L, C], kv two of [B, S, H, D], and what `nag` needs -> [B, L, C]."""
-        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
+        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.eps)
         k, v, *negative = kv
         out = self.text_attention(q, k, v, negative, bias)
         del q

@@ -38,7 +38,7 @@ NO_EFFECT: Mapping[str, Any] = {"strength": 1.0, "set_area_to_bounds": False, "m
 def find_family(name: str) -> Family:
     """The family called `name`. Raises OptionError listing the known ones."""
     if name not in FAMILIES:
-        raise OptionError(f"family {name!r} is not known; use one of: {', '.join(sorted(FAMILIES))}")
+        raise unknown("family", name, FAMILIES)
     return FAMILIES[name]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from wan_core.config import OptionError, Request
 from wan_core.config.table import table
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig, PreparedForm
+from wan_core.models.wan.config import T2V_1_3B, DiTConfig, PreparedForm
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo, check_clips, cut_clips
 from wan_core.models.wan.families.plain import KeyTable, Shapes, diffusers_names, official_names
@@ -217,6 +217,23 @@ class Family(ABC):
         if not clues.alone:
             raise OptionError(f"{self.tasks[0].name} is one transformer for all steps: leave the second file out")
         return Choice(self.tasks[0])
+
+    def fitting(self, dit: DiTConfig) -> list[Task]:
+        """Its released tasks of the inputs and size of a transformer. Raises OptionError where there is none."""
+        found = [
+            task
+            for task in self.tasks
+            if task.full_size is not None
+            and (task.in_channels, task.image_dim) == (dit.in_channels, dit.image_dim)
+            and (task.full_size.dim == T2V_1_3B.dim) == (dit.dim == T2V_1_3B.dim)
+        ]
+        if not found:
+            features = "" if dit.image_dim is None else f" and CLIP features {dit.image_dim} wide"
+            raise OptionError(
+                f"a transformer of {dit.in_channels} input channels{features} belongs to no known task of the family "
+                f"{self.name}; name one with --task: {', '.join(task.name for task in self.tasks)}"
+            )
+        return found
 
     # ------------------------------------------------------------------------------------------------------------ model
 

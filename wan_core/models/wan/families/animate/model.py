@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from wan_core.models.wan.families.animate import FACE_EVERY, AnimateConfig
 from wan_core.models.wan.families.frames import EPS, CausalConv, activated, attend_to_frames, normed
 from wan_core.models.wan.families.wan.model import ImageWanModel
-from wan_core.models.wan.layers import RMSNorm
 from wan_core.models.wan.model import patch_product
 from wan_core.models.wan.prepared_text import PreparedText, for_all, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs
@@ -175,25 +174,25 @@ class FaceFuser(nn.Module):
         self.linear1_kv = Linear(config.dim, 2 * config.dim)
         self.linear1_q = Linear(config.dim, config.dim)
         self.linear2 = Linear(config.dim, config.dim)
-        self.q_norm = RMSNorm(config.head_dim, EPS)
-        self.k_norm = RMSNorm(config.head_dim, EPS)
+        self.q_norm = nn.RMSNorm(config.head_dim, EPS)
+        self.k_norm = nn.RMSNorm(config.head_dim, EPS)
 
     def kv(self, face: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, N, H, D] of face tokens [B, T, N, C]. They do not depend on the step."""
         k, v = self.linear1_kv(normed(face)).unflatten(-1, (2, self.heads, -1)).unbind(-3)
-        return _head_norm(k, self.k_norm), v
+        return _head_norm(k, self.k_norm.weight), v
 
     def forward(self, tokens: Tensor, kv: tuple[Tensor, Tensor], frame: Tensor) -> Tensor:
         """tokens [B, L, C] of the latent frames `frame` [L], kv of `kv` -> what is to be added to them, [B, L, C]."""
-        q = _head_norm(self.linear1_q(normed(tokens)).unflatten(-1, (self.heads, -1)), self.q_norm)
+        q = _head_norm(self.linear1_q(normed(tokens)).unflatten(-1, (self.heads, -1)), self.q_norm.weight)
         return self.linear2(attend_to_frames(q, *kv, frame))
 
 
-def _head_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+def _head_norm(x: Tensor, weight: Tensor) -> Tensor:
     """[..., H, D], each head divided by its root mean square, in float32."""
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return wide.to(x.dtype) * norm.weight.to(x.dtype)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    return wide.to(x.dtype) * weight.to(x.dtype)
 
 
 class Driving(NamedTuple):

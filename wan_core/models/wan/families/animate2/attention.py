@@ -27,48 +27,35 @@ from wan_core.models.wan.families.animate2 import FORMS, MORE_PER_TOKEN, PLACES,
 from wan_core.ops.attention.parts import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring
 from wan_core.ops.attention.registry import lse_missing
+from wan_core.ops.kernels.formats import Quantized, quantize_reference
 
 PER_TOKEN = 2 * (TORCH_PER_TOKEN + MORE_PER_TOKEN)  # bytes of a forward over tokens * dim, where no plan says them
 RESERVE = 2**29  # at most what a memory plan keeps free
-FP8_MAX = 448.0
 Layer = tuple[Tensor, ...]  # keys and values [B, M, H, D]; or of each the numbers and their scales
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Numbers [B, M, H, D] as e4m3, with a float32 scale [B, M, H, 1] for each token and head."""
-
-    data: Tensor
-    scale: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
-        """The numbers of some videos and tokens."""
-        return self.data[index].float() * self.scale[index]
-
-
-Kept = Tensor | Packed
-
-
-def pack(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as e4m3, and the scales of `Packed`."""
-    scale = (x.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+Kept = Tensor | Quantized  # the latter with a scale for each token and head
 
 
 def as_pair(layer: Layer) -> tuple[Kept, Kept]:
     """Keys and values."""
     if len(layer) == 2:
         return layer[0], layer[1]
-    return Packed(layer[0], layer[1]), Packed(layer[2], layer[3])
+    return Quantized(layer[0], layer[1]), Quantized(layer[2], layer[3])
+
+
+def some_tokens(kept: Kept, some: slice, dtype: torch.dtype) -> Tensor:
+    """The numbers of some tokens."""
+    if isinstance(kept, Tensor):
+        return kept[:, some].to(dtype)
+    return Quantized(kept.data[:, some], kept.scale[:, some]).dequantize(dtype)
 
 
 def kept_layer(k: Tensor, v: Tensor, form: Form) -> Layer:
     """Keys and values [B, M, H, D] of one layer in `form`, ready for work on the current stream."""
-    layer = (*pack(k), *pack(v)) if form.fp8 else (k.contiguous(), v.contiguous())
+    layer = (
+        (*quantize_reference(k, "row"), *quantize_reference(v, "row")) if form.fp8 else (k.contiguous(), v.contiguous())
+    )
     return tuple(to_host(one) for one in layer) if form.on_host else layer
 
 
@@ -291,14 +278,14 @@ class DrivenAttention(Attention):
         if own.keys is None or own.values is None:
             return out
         out = out.contiguous()
-        rows = own.keys.shape[0]
+        rows = len(own.keys if isinstance(own.keys, Tensor) else own.keys.data)
         for first in range(0, q.shape[0], rows):  # several branches of the same videos
             some = slice(first, first + rows)
             for start, stop, frames in spans(begin, begin + q.shape[1], own.frame, AT_ONCE):
                 here = slice(start - begin, stop - begin)
                 there = slice((start // own.frame - 1) * own.frame, (start // own.frame - 1 + frames) * own.frame)
                 queries = q[some, here]
-                keys, values = (kept[:, there].to(queries.dtype) for kept in (own.keys, own.values))
+                keys, values = (some_tokens(kept, there, queries.dtype) for kept in (own.keys, own.values))
                 found = self.by_frame(queries, keys, values, frames)
                 out[some, here] = merge([(out[some, here], lse[some, :, here]), found])
         return out

@@ -116,17 +116,10 @@ class FunFamily(ControlledFamily):
     clips = ClipRules(overlaps=(1,), padded=whole_latents)
 
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        for task in self.tasks:
-            small = task.full_size is not None and task.full_size.dim == T2V_1_3B.dim
-            if (task.in_channels, task.image_dim, small) == (dit.in_channels, dit.image_dim, dit.dim == T2V_1_3B.dim):
-                if not clues.alone and not task.two_experts:
-                    raise OptionError(f"{task.name} is one transformer for all steps: leave the second file out")
-                return Choice(task)
-        features = "no CLIP features" if dit.image_dim is None else f"CLIP features {dit.image_dim} wide"
-        raise OptionError(
-            f"a transformer of Fun of {dit.in_channels} input channels and {features} belongs to no known task; name "
-            f"one with --task: {', '.join(task.name for task in self.tasks)}"
-        )
+        task = self.fitting(dit)[0]
+        if not clues.alone and not task.two_experts:
+            raise OptionError(f"{task.name} is one transformer for all steps: leave the second file out")
+        return Choice(task)
 
 
 class FunControlFamily(FunFamily):

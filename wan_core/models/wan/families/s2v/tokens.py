@@ -84,7 +84,7 @@ class AudioAttention(CrossAttention):
 
     def to_frames(self, h: Tensor, keys: Tensor, values: Tensor, frame: Tensor) -> Tensor:
         """h [B, L, C] of the latent frames `frame` [L], keys and values [b, T, N, H, D] -> [B, L, C]."""
-        q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps)
+        q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.eps)
         return self.o(attend_to_frames(q, keys, values, frame))
 
 

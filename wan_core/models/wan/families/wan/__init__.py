@@ -106,19 +106,7 @@ class WanFamily(Family):
         Two things only a name tells: whether a text-to-video transformer of 14B is Wan 2.1 or an expert of 2.2, and for
         which size an image-to-video transformer of 2.1 was tuned.
         """
-        fitting = [
-            task
-            for task in TASKS
-            if task.full_size is not None
-            and (task.in_channels, task.image_dim) == (dit.in_channels, dit.image_dim)
-            and (task.full_size.dim == T2V_1_3B.dim) == (dit.dim == T2V_1_3B.dim)
-        ]
-        if not fitting:
-            features = "" if dit.image_dim is None else f" and CLIP features {dit.image_dim} wide"
-            raise OptionError(
-                f"a transformer of {dit.in_channels} input channels{features} belongs to no known task; "
-                "name one with --task"
-            )
+        fitting = self.fitting(dit)
         if len(fitting) == 1:
             return Choice(fitting[0])
         if dit.image_dim is not None:

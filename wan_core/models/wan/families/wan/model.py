@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.layers import CrossAttention, RMSNorm
+from wan_core.models.wan.layers import CrossAttention
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import TokenBias
 from wan_core.ops.kernels import fused
@@ -38,16 +38,16 @@ class ImageCrossAttention(CrossAttention):
         super().__init__(config)
         self.k_img = Linear(config.dim, config.dim)
         self.v_img = Linear(config.dim, config.dim)
-        self.norm_k_img = RMSNorm(config.dim, config.eps)
+        self.norm_k_img = nn.RMSNorm(config.dim, config.eps)
 
     def kv(self, text: Tensor, image: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Keys and values [B, S, H, D] of the text [B, S, C] and [B, N, H, D] of the image [B, N, C], both embedded."""
-        k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.norm_k_img.eps)
+        k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.eps)
         return *super().kv(text), k_img, self.v_img(image).unflatten(-1, (self.heads, -1))
 
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...], bias: TokenBias | None = None) -> Tensor:
         """x [B, L, C], kv as `kv` made them -> [B, L, C]."""
-        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
+        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.eps)
         k, v, k_img, v_img, *negative = kv
         out = self.text_attention(q, k, v, negative, bias) + self.attend(q, k_img, v_img).flatten(-2)
         del q
