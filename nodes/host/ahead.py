@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint.opened import CheckpointError
-from wan_core.execution.memory.residency import tensors_of
+from wan_core.execution.memory.host_weights import tensors_of
 
 log = logging.getLogger("WanCore")
 AHEAD_ON = ("cuda",)  # types of device

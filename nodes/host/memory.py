@@ -19,8 +19,9 @@ from torch import nn
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import OptionError
 from wan_core.config.host_memory import available_bytes
+from wan_core.execution.memory.host_weights import tensors_of
 from wan_core.execution.memory.planning import CONTEXT
-from wan_core.execution.memory.residency import Residency, Waits, tensors_of
+from wan_core.execution.memory.residency import Residency, Waits
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.checkpoint.detect import empty_module
+from wan_core.execution.memory.host_weights import tensors_of
 from wan_core.execution.memory.planning import (
     FACTORS,
     GIB,
@@ -18,7 +19,7 @@ from wan_core.execution.memory.planning import (
     unit_bytes,
     vae_bytes,
 )
-from wan_core.execution.memory.residency import Residency, tensors_of
+from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import Stage, stage_bytes
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import T2V_A14B, DiTConfig

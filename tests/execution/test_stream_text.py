@@ -15,6 +15,7 @@ from wan_core.checkpoint import load_text_encoder
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
 from wan_core.config import LoadOptions, Request
+from wan_core.execution.memory.host_weights import tensors_of
 from wan_core.execution.memory.planning import (
     Sizes,
     beside_weights,
@@ -22,7 +23,7 @@ from wan_core.execution.memory.planning import (
     plan_memory,
     unit_bytes,
 )
-from wan_core.execution.memory.residency import Residency, tensors_of
+from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import SLOTS, stage_bytes
 from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21

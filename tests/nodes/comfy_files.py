@@ -65,7 +65,7 @@ import json
 from dataclasses import replace
 
 def facts_of(model, samples):
-    from wan_core.execution.memory.residency import tensors_of
+    from wan_core.execution.memory.host_weights import tensors_of
     from wan_core.execution.optimize import compilations
     pair = [model.patchers[expert] for expert in ("high", "low")]
     contents, held = [one.model.content for one in pair], set(pair)

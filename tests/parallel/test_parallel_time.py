@@ -141,7 +141,7 @@ def test_hand_overs_fit(count, steps):
 )
 def test_refused(changed, message):
     options = {"steps": 20, "solver": "euler", **changed}
-    skip, sparse = options.pop("skip", None), options.pop("sparse", None)
+    skip, sparse = options.pop("skip", SkipOptions()), options.pop("sparse", None)
     plan = leave_out(make_plan(**options), skip, None)
     plan = plan if sparse is None else sparsify(plan, sparse)
     with pytest.raises(OptionError, match=message):

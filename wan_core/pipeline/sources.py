@@ -142,7 +142,8 @@ def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tup
     elif options.model == "tiny":
         task = find_task(embedded_variant(None, image))
     else:
-        task, why = choose_task(dit, clues_of(parts["high"], alone="low" not in parts))
+        high = parts["high"]
+        task, why = choose_task(dit, Clues(high.path, high.metadata, alone="low" not in parts))
     if task.in_channels != dit.in_channels:
         raise OptionError(
             f"task {task.name} needs {task.in_channels} input channels; {parts['high'].source} has {dit.in_channels}: "
@@ -156,11 +157,6 @@ def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tup
     if task.two_experts and "low" not in parts:
         raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
     return task, why
-
-
-def clues_of(part: Part, *, alone: bool) -> Clues:
-    """What besides its shapes tells what a transformer is for. alone: no second expert is given."""
-    return Clues(part.path, part.metadata, alone)
 
 
 def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | None = None) -> Parts:
@@ -177,7 +173,7 @@ def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | N
         task = next(task for task in embedded if (task.family, task.in_channels) == same)
         vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
     else:
-        task, why = choose_task(dit, clues_of(first, alone=second is None))
+        task, why = choose_task(dit, Clues(first.path, first.metadata, alone=second is None))
         vae = task.vae
     task = task if second is not None else replace(task, two_experts=False, boundary=0.0)
     return Parts(task, {"high": first} if second is None else {"high": first, "low": second}, vae, why)

@@ -24,8 +24,6 @@ from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached
 
-__all__ = ["Policy", "Residency", "tensors_of"]
-
 Policy = Literal["resident", "swap", "stream"]
 
 

@@ -112,14 +112,10 @@ class Residuals:
         """The residual of this step is in its slot."""
         self.steps[self.next] = step
 
-    def terms(self, step: int) -> Sum:
-        """The slots and weights of what a skipped step uses."""
-        return self.program.use[step]
-
     def reused(self, step: int, base: Tensor | None = None) -> Tensor:
         """What a skipped step uses: the sum of its residuals, on top of `base` where one is given."""
         assert self.buffer is not None, f"step {step} is skipped before anything was computed"
-        terms = self.terms(step)
+        terms = self.program.use[step]
         if len(terms) == 1:  # its weight is 1
             residual = self.buffer[terms[0][0]]
             return residual.clone() if base is None else base + residual

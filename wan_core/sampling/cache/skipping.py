@@ -112,15 +112,13 @@ def check_curve(curve: Curve | None, task: str) -> Curve:
     return curve
 
 
-def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
+def leave_out(plan: Plan, options: SkipOptions, curve: Curve | None, *, distilled: str = "") -> Plan:
     """`plan` with the step cache of `options`; its notes say what was decided.
 
     curve: for MagCache. distilled: what says that a file is step-distilled, or "". Step caches are switched off for
     step-distilled weights and below 10 steps, because consecutive steps differ too much. Raises OptionError if MagCache
     has no curve.
     """
-    if options is None:
-        return plan
     full, steps = plan.forwards, len(plan.steps)
     if not (options.magcache or options.taylorseer):
         return replace(plan, unskipped=full)

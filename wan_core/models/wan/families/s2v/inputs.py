@@ -105,7 +105,6 @@ def motion_frames(pictures: Tensor) -> Tensor:
 FEATURE_RATE = 30  # frames of features a second
 VIDEO_RATE = 16
 FIELD = XLSR_LARGE.least_samples  # samples of one state
-CLIP_FRAMES = 80  # of features that a clip of 20 latent frames hears
 
 
 def audio_features(states: Tensor, clip_frames: int) -> Tensor:
@@ -142,7 +141,7 @@ def clip_count(features: int, clip_frames: int) -> int:
     return int(features / (clip_frames * (FEATURE_RATE / VIDEO_RATE))) + 1
 
 
-def frame_indices(features: int, clip_frames: int = CLIP_FRAMES) -> np.ndarray:
+def frame_indices(features: int, clip_frames: int) -> np.ndarray:
     """For every video frame of all clips, the frame of features that it hears; `features` and more: none is left."""
     count = clip_count(features, clip_frames) * clip_frames
     last = math.ceil(count / VIDEO_RATE * FEATURE_RATE) - 1

@@ -93,8 +93,7 @@ def clip_inputs(
 ) -> Inputs:
     """The fields of `Conditioning` that the media of a clip give."""
     frames, mask = control_of_media(vae.encode, media, clip, vae.config)
-    parts = [vae.config.normalise(part) for part in frames.split(vae.config.z_dim, 1)]
-    return {"inputs": {"control": torch.cat([part.float() for part in (*parts, mask.to(frames.device))], 1)}}
+    return {"inputs": {"control": control_channels(frames, mask, frames, vae.config)}}
 
 
 def control_of_media(
