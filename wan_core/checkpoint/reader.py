@@ -132,8 +132,6 @@ def _reader(read: Callable[[str], Tensor], wanted: dict[str, Assembled]) -> Call
     return assemble
 
 
-__all__ = ["Checkpoint", "Source", "TensorInfo", "open_checkpoint"]
-
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | Checkpoint
 
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|pth|pt)")
@@ -186,6 +184,12 @@ def _open_file(path: Path) -> Checkpoint:
         )
 
 
+def _is_text(head: bytes) -> bool:
+    """Whether the first bytes of a file are printed characters; the last one may be cut."""
+    text = head.decode("utf-8", errors="ignore")
+    return len(text.encode()) > len(head) - 4 and all(c.isprintable() or c in "\t\r\n" for c in text)
+
+
 PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
 _UNSUPPORTED = (
     (lambda head: not head, "the file is empty. Download it again."),
@@ -215,17 +219,8 @@ _UNSUPPORTED = (
         lambda head: head.startswith(PICTURES) or head[4:8] == b"ftyp" or head.startswith(b"\x1aE\xdf\xa3"),
         "a picture, a sound or a video, not a model. Name the file with the weights.",
     ),
-    (
-        lambda head: _is_text(head),
-        "a text, not a model. Name the file with the weights.",
-    ),
+    (_is_text, "a text, not a model. Name the file with the weights."),
 )
-
-
-def _is_text(head: bytes) -> bool:
-    """Whether the first bytes of a file are printed characters; the last one may be cut."""
-    text = head.decode("utf-8", errors="ignore")
-    return len(text.encode()) > len(head) - 4 and all(c.isprintable() or c in "\t\r\n" for c in text)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
