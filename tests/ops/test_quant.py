@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels.formats import FP8, Quantized, quantize_reference
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
+from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.swap import Quantization, encoded_weight, swap_linears
 from wan_core.pipeline.settings import find_quantization
@@ -174,3 +176,30 @@ def test_fp8_attention_feeds_every_kind_of_output_projection(kind):
             quantize_model(model, kind, SMALL.quantized_names(), torch.bfloat16)
         set_attention(model, resolve_attention("math-fp8", CPU, torch.bfloat16)[1])
         assert 0 < relative(model(x, time, context), exact) < 0.2
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from([Fp8TensorLinear, Fp8RowLinear, Int8Linear]),
+    size=st.sampled_from([0.003, 0.01, 0.03, 0.1, 1.0, 3.0]),
+    shape=st.sampled_from([(48, 512), (1100, 320)]),
+    seed=st.integers(0, 99),
+)
+def test_a_small_change_of_a_weight_in_8_bits_is_not_rounded_away(kind, size, shape, seed):
+    """Rounded to the nearest number, of a LoRA a hundredth as large as the weights a third would be left in FP8."""
+    n, k = shape
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    decode = partial(kind(k, n, False).decode)
+    stored = kind.encode(draw(n, k))
+    before, half = decode(*stored.values()), slice(n // 2, None)
+    change = draw(n, 4) @ draw(4, k)
+    change *= size * before.norm() / change.norm()
+    change[: n // 2] = 0
+    made = kind.change(stored, before + change)
+    error = decode(*made.values()) - before - change
+    assert abs((error * change).sum() / change.square().sum()) < 0.08
+    again = decode(*kind.encode(before + change).values()) - before - change
+    assert error[half].norm() <= 2.5 * again[half].norm()  # which hardly changes the weights, where `change` is small
+    same = (made["weight_scale"] == stored["weight_scale"]).expand(n, 1)[: n // 2, 0]
+    left, were = (each["weight"][: n // 2][same].float() for each in (made, stored))
+    assert torch.equal(left, were) and (size > 0.1 or same.any())

@@ -36,7 +36,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.packed import Packed, PackedLinear, holds_tables, put_packed
+from wan_core.ops.quant.packed import Changed, Packed, PackedLinear, holds_tables, put_packed
 from wan_core.ops.quant.swap import Quantization, encoded_weight, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -312,7 +312,7 @@ class _Conversion:
         is_free = self.asked is None and self.detected.kind == "dit" and _FREE.fullmatch(ours) is not None
         return stored if is_free and stored in LOADABLE else self.main
 
-    def _converted(self, ours: str, value: Tensor | Packed) -> Mapping[str, Tensor]:
+    def _converted(self, ours: str, value: Tensor | Packed | Changed) -> Mapping[str, Tensor]:
         """Parameter name -> value, of what `_stored` gives, changes summed in."""
         module, _, parameter = ours.rpartition(".")
         if isinstance(value, Packed) and self._stays_packed(ours):
@@ -320,6 +320,7 @@ class _Conversion:
         if module in self.quantized and parameter == "weight":
             assert self.quantization is not None
             return {f"{module}.{part}": tensor for part, tensor in encoded_weight(value, self.quantization).items()}
+        assert not isinstance(value, Changed), "of encoded linears alone"
         if self.detected.info(ours).packing not in (None, "fp8"):
             dtype = self._dtype(ours, torch.float32)
             value = value.to(self.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)

@@ -23,7 +23,8 @@ from wan_core.checkpoint.lora.merge import Change, dense
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import LowRank, QuantLinear, attach, detach, move_attached
-from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.packed import Changed, Packed, PackedLinear
+from wan_core.ops.quant.swap import Quantization, encoded_weight
 from wan_core.pipeline.loras import Wanted, attachable, merging
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
@@ -214,15 +215,19 @@ class AttachedLoras:
         if name not in self.before:
             self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
         original_values = self.before[name]
+        stored = None if quantized is None or original is None else original.read(name)
         if quantized is None:
             total = dense(original_values[name], self.device)
-        elif original is not None:
-            total = dense(original.read(name), self.device)
+        elif stored is not None:
+            total = dense(stored, self.device)
         else:
             total = quantized.decode(*(original_values[n].to(self.device) for n in names))
         for change, strength in changes:
             total = change.apply(total, strength)
-        made = {"weight": total} if quantized is None else quantized.encode(total)
+        made = {"weight": total}
+        if quantized is not None:
+            value = Changed(stored, total) if isinstance(stored, Packed) else total
+            made = encoded_weight(value, Quantization(type(quantized), self.device))
         for n in names:
             model.get_parameter(n).copy_(made[n.rpartition(".")[2]] if quantized is not None else total)
 

@@ -2,8 +2,9 @@
 
 There are two ways.
 
-merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs. FP8
-         weights are encoded again from the exact sum. Other strengths, other LoRAs and none: the parameters that
+merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs. Weights
+         that the file has in FP8 or INT8 are rounded again so that small changes are not lost
+         (`wan_core.ops.quant.changed`). Other strengths, other LoRAs and none: the parameters that
          change are read again from the file (`wan_core.pipeline.applied_loras`)
 attach   added to the result: each linear adds a product of low rank to its own (`wan_core.ops.quant.linear`). The
          strength is a number on the device, and changing it reads, compiles and captures nothing again. What is no

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.ops.quant.packed import Packed
+from wan_core.ops.quant.packed import Changed, Packed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,8 +133,9 @@ class Merge:
         self, values: Iterable[tuple[str, Any]], encoded: Collection[str], order: Iterable[str]
     ) -> Iterator[tuple[str, Any]]:
         """(official name, value) pairs with the changes added. The weights of the linears `encoded` stay float32, so
-        that they are rounded only once; others keep their dtype. Sums go where the values are; those of packed ones, in
-        float32 several times as large, stay where they are computed. order: the names in the order of `values`."""
+        that they are rounded only once, and packed ones are `Changed`; others keep their dtype. Sums go where the
+        values are; those of packed ones, in float32 several times as large, stay where they are computed. order: the
+        names in the order of `values`."""
         with Ahead({name: self.changes[name] for name in order if name in self.changes}, self.device) as ahead:
             for name, value in values:
                 if name not in self.changes:
@@ -144,7 +145,11 @@ class Merge:
                 total = dense(value, self.device)
                 for change, strength in ahead.take(name):
                     total = change.apply(total, strength)
-                if isinstance(value, Tensor) and name.removesuffix(".weight") not in encoded:
+                is_encoded = name.removesuffix(".weight") in encoded
+                if isinstance(value, Packed) and is_encoded:
+                    yield name, Changed(value, total)
+                    continue
+                if isinstance(value, Tensor) and not is_encoded:
                     total = total.to(value.dtype)
                 yield name, total.to(device)
 

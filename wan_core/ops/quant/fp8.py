@@ -16,6 +16,7 @@ from torch import Tensor
 from wan_core.ops.cards import capability, has_fp8
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference, spread_scale
+from wan_core.ops.quant.changed import change_fp8
 from wan_core.ops.quant.linear import QuantLinear
 
 
@@ -47,6 +48,13 @@ class Fp8Linear(QuantLinear):
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
         data, scale = quantize_reference(weight, cls.activations)
         return {"weight": data, "weight_scale": scale}
+
+    @classmethod
+    def change(cls, stored: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+        data, scale = stored["weight"], stored["weight_scale"]
+        if data.dtype != FP8 or scale.numel() not in (1, len(data)):
+            return cls.encode(total)
+        return change_fp8(data, scale, total)
 
     def quantize(self, x: Tensor) -> Quantized:
         return fused.quantize(x, self.activations)

@@ -31,6 +31,7 @@ from wan_core.ops.kernels.integer_weights import (
     rotate,
     rotation_of,
 )
+from wan_core.ops.quant.changed import change_int8
 from wan_core.ops.quant.linear import QuantLinear
 
 CHUNK = 4096  # rows of activations whose int32 products exist at one time, where torch multiplies
@@ -203,6 +204,10 @@ class Int8Linear(QuantLinear):
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
         return encode_int8(weight, rotation_of(weight.shape[1]))
+
+    @classmethod
+    def change(cls, stored: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+        return change_int8(stored["weight"], stored["weight_scale"], rotate(total, rotation_of(total.shape[1])))
 
     def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
         return rotate(super().decode(weight, scale), rotation_of(self.in_features))

@@ -118,6 +118,11 @@ class QuantLinear(LowRank):
         The scale of FP8 has one number, or the shape [N], [N, 1] or [N/128, K/128]."""
         return None
 
+    @classmethod
+    def change(cls, stored: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+        """`encode` of `total`, float32 [N, K], the weight that `adopt` gave as `stored` with LoRAs added."""
+        return cls.encode(total)
+
     @property
     def description(self) -> Mapping[str, object] | None:
         """What ComfyUI's files say of such a matrix (`comfy_quant`); None if they have no such format."""

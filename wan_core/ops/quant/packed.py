@@ -54,6 +54,13 @@ class Packed(NamedTuple):
         return unpack(self.fmt, self.parts, dtype).reshape(self.shape)
 
 
+class Changed(NamedTuple):
+    """A packed matrix to which LoRAs were added. total: its numbers with them, float32 of its shape."""
+
+    stored: Packed
+    total: Tensor
+
+
 def stored_parts(fmt: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts of a matrix as its kernels take them, of those of a file, where dtypes of bytes and shapes of scales
     differ."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wan_core.config import OptionError
 from wan_core.ops.quant.linear import QuantLinear
-from wan_core.ops.quant.packed import Packed
+from wan_core.ops.quant.packed import Changed, Packed
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,14 @@ def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str]
         model.get_submodule(parent)._modules[last] = new
 
 
-def encoded_weight(value: Tensor | Packed, quantization: Quantization) -> dict[str, Tensor]:
+def encoded_weight(value: Tensor | Packed | Changed, quantization: Quantization) -> dict[str, Tensor]:
     """Parameter name -> value of a linear's encoded weight, on the device of `value`; of a packed one, where it was
-    encoded. A weight that the file stores in the same format is kept."""
+    encoded. A weight that the file stores in the same format is kept, and so is its scale where LoRAs change it."""
     kind, device = quantization.kind, quantization.device
     if isinstance(value, Tensor):
         return {name: tensor.to(value.device) for name, tensor in kind.encode(value.to(device)).items()}
+    if isinstance(value, Changed):
+        stored, total = kind.adopt(value.stored.to(device)), value.total.to(device)
+        return kind.encode(total) if stored is None else kind.change(stored, total)
     adopted = kind.adopt(value)
     return kind.encode(value.to(device).dequantize()) if adopted is None else adopted
