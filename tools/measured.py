@@ -42,6 +42,9 @@ HEADERS = {
     "slowdown": "times resident",
     "resident_blocks": "blocks resident",
     "plan_error": "plan off",
+    "left": "left of it",
+    "left_of_rows": "± over rows",
+    "product_error": "error of what it adds",
 }
 SHOWN = {  # suite -> the columns of a table that shows a whole result; of others all columns
     "small-cards": "name seconds load_seconds ratio slowdown peak_gib host_gib resident_blocks error same_bytes",
