@@ -100,7 +100,7 @@ def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 OTHERS = {  # options of others -> whose
     "--num-cpus": "ray",
     "--num-gpus": "ray",
-    "--cpu": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI",
+    "--cpu": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI", "--use-ck-attention": "ComfyUI",
     "--on-cpu": "benchmarks/ladder.py", "--dry-run": "benchmarks/ladder.py", "--keep": "tools/judges.py",
 }  # fmt: skip
 
