@@ -7,10 +7,12 @@ out into the options of this run, which ComfyUI drops at its end.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +37,7 @@ from wan_core.sampling.schedules import find_part
 from wan_core.sampling.sparsity.schedule import attention_share, with_costs
 from wan_core.sampling.steps import Branch
 
-from .native import compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
+from .native import checkpoint_of, compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
 from .native_beside import OVERRIDE, check_sparse, check_step_cache, is_compiled, pause, split_earlier, words_after
 from .native_cache import CachedRun
 from .native_model import STATEFUL, describe, window_schedule
@@ -45,7 +47,10 @@ Planned = Callable[[SkipOptions], tuple[Plan, Part]]
 KEY = "wancore_accelerate"
 COMPARED_FROM = 10  # steps: in shorter runs a step of ComfyUI's own costs most of what is gained
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
-_compared: WeakKeyDictionary[torch.nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()  # model -> shapes of latents
+# Of models with which a run was compared, the shapes of latents: by file, which ComfyUI may load again for every prompt
+# (--cache-none), and by model where the file is not known.
+_compared_files: defaultdict[Path, set[tuple[int, ...]]] = defaultdict(set)
+_compared: WeakKeyDictionary[torch.nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def accelerate(
@@ -189,8 +194,7 @@ class Accelerated:
             shift = getattr(guider.model_patcher.get_model_object("model_sampling"), "shift", 1.0)
             known = self.whole_steps and falls(sigmas)
             part = place(sigmas, shift, self.whole_steps) if known else find_part(sigmas, shift)
-        compared = _compared.setdefault(guider.model_patcher.model, set())
-        open_question = self.compare == "auto" and tuple(shape) not in compared
+        open_question = self.compare == "auto" and tuple(shape) not in compared_shapes(guider.model_patcher)
         now = self.compare == "on" or (open_question and part.total >= COMPARED_FROM)
         run = NativeRun(part, sparsities, now, None if plan is None else plan.sparse)
         run.offers = open_question and not now
@@ -221,7 +225,7 @@ class Accelerated:
         """Report what was accelerated."""
         patcher = guider.model_patcher
         if run.before:
-            _compared.setdefault(patcher.model, set()).add(tuple(shape))
+            compared_shapes(patcher).add(tuple(shape))
         for note in () if plan is None else plan.notes:
             if not any(note in other for other in run.notes):
                 run.note(note)
@@ -233,6 +237,12 @@ class Accelerated:
         share = attention_share(dit, tokens_of(dit, shape))
         advice = self._next(patcher, run, shape, planned), advice_for(run, kernels, card, each)
         self.report(report_text(run, share, "; ".join(filter(None, advice))))
+
+
+def compared_shapes(patcher: ModelPatcher) -> set[tuple[int, ...]]:
+    """The shapes of latents with which a run of a model was compared, to be added to."""
+    path = checkpoint_of(patcher)
+    return _compared.setdefault(patcher.model, set()) if path is None else _compared_files[path]
 
 
 def wait_for(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import native_models as world
 from native_models import LAYERS, SAME, SIZE, error, rows, sample, tiny, variants
 
 CROSS = "cross-attention calls"
-STEPS = 3
+STEPS, SMALL = 3, (1, 16, 1, 4, 4)
 # Calls of self-attention in a forward, where there is more than one in a block: VACE has two hints, Animate-2 a pose
 # branch and a call for each of five frames.
 CALLS = {"vace": 3 * LAYERS, "animate": 5, "animate2": 6 * LAYERS}
@@ -175,6 +175,23 @@ def check_faster_backend(it: World) -> None:
         finally:
             attention.REGISTERED_ATTENTION_FUNCTIONS, beside.capability = real
             attention.optimized_attention = wan.optimized_attention = own
+
+
+def check_compared_once(it: World) -> None:
+    """A run is compared once for a file and a size, also where the file is loaded again for every prompt, and once for
+    a model whose file is not known."""
+    from wan_core.config import SkipOptions
+
+    loads = {"file.safetensors": ["a", "a"], "other.safetensors": ["b"], None: ["c", "d"]}
+    compared = []
+    for path, models in loads.items():
+        for name in models:
+            model, said = tiny("WAN21_T2V", seed=ord(name)), list[str]()
+            model.cached_patcher_init = path and (print, (path, {}))
+            for _ in range(2):
+                sample(it.accelerate(model, "auto", SkipOptions(), said.append, 0, "auto"), {}, SMALL, 10)
+            compared += ["instead of" in text for text in said]
+    assert compared == [True, False, False, False, True, False, True, False, True, False], compared
 
 
 def check_twice(it: World) -> None:
