@@ -42,18 +42,14 @@ def change_fp8(data: Tensor, scale: Tensor, total: Tensor) -> dict[str, Tensor]:
 def _with_change(before: Tensor, total: Tensor) -> Tensor:
     """`total` in FP8, both over the scale; of the change of each row as much is left as there was."""
     change = total - before
-    size, base = _products(change, change).clamp(min=1e-30), _products(before, change)
+    size = change.square().sum(1, keepdim=True).clamp(min=1e-30)
+    base = (before * change).sum(1, keepdim=True)
     larger = torch.ones_like(size)
     for _ in range(TRIES):
         made = torch.addcmul(before, change, larger).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-        left = (_products(made.float(), change) - base) / size
+        left = (made.float().mul_(change).sum(1, keepdim=True) - base) / size
         larger /= left.clamp(1 / 16, 16).sqrt()
     return made
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """The product of each row of `a` with that of `b`, [N, 1]."""
-    return torch.bmm(a[:, None], b[:, :, None])[:, 0]
 
 
 def change_int8(data: Tensor, scale: Tensor, total: Tensor) -> dict[str, Tensor]:
