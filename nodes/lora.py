@@ -36,7 +36,7 @@ def _strength(expert: str) -> io.Float.Input:
         step=0.05,
         round=0.001,
         tooltip=f"How strongly it counts for the {expert}-noise expert: 1 as it was made, 0 not at all. Another "
-        "strength reads the weights that change again, within a second for each expert, and compiles nothing.",
+        "strength reads the weights that change again, within seconds, and compiles nothing.",
     )
 
 
