@@ -27,10 +27,11 @@ POLICIES = (
     SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.4)),
     SkipOptions(taylorseer=TaylorSeerOptions(interval=3, retention=0.2)),
 )
+NOTHING = SkipOptions()
 NUMBERS = {"name": "t2v-A14B", "solver": "euler", "guidance": 4.0, "branches": ("cond", "uncond")}
 
 
-def planned(part: Part, shift: float, boundary: float, policy: SkipOptions | None = None) -> Plan:
+def planned(part: Part, shift: float, boundary: float, policy: SkipOptions = NOTHING) -> Plan:
     return leave_out(plan_part(part, shift=shift, boundary=boundary, **NUMBERS), policy, CURVE)
 
 
