@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.config import OptionError, SkipOptions, SparseOptions
+from wan_core.config import OptionError, SparseOptions
 from wan_core.config.skipping import parse_setting
 from wan_core.pipeline.sources import RANDOM
-from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
+from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import (
     ERROR,
@@ -102,4 +102,3 @@ def test_a_plan_shows_it_beside_what_is_skipped() -> None:
     assert "sparse 0.75:ramp0.2" in skip_words(options)
     shown = json.loads(json.dumps(plan.as_dict()))
     assert [s["sparsity"] for s in shown["steps"]] == [s.sparsity for s in plan.steps]
-    assert leave_out(plan, SkipOptions(), None) is plan
