@@ -12,8 +12,8 @@ from wan_core.config import OptionError, check_choice, check_known
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.families import FAMILIES, image_task
-from wan_core.models.wan.families.family import Task
 from wan_core.models.wan.families.media import pixels_to_video
+from wan_core.models.wan.families.task import Task
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames, svi_clip
 from wan_core.sampling.conditioning import empty_latents
 

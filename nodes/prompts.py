@@ -10,7 +10,7 @@ from comfy_api.latest import io, ui
 from wan_core.config import NagOptions, OptionError, PromptAt, check_prompts
 from wan_core.execution.report import WARNING
 from wan_core.models.wan.families import NAG, PROMPTS, TASKS
-from wan_core.models.wan.families.family import NEGATIVE_SOURCE
+from wan_core.models.wan.families.task import NEGATIVE_SOURCE
 from wan_core.sampling.texts import check_cut, text_of_frames
 
 from .schema import output, schema, widgets

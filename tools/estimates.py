@@ -173,7 +173,7 @@ def of_forwards(row: dict[str, Any], forwards: int) -> float:
     return row["seconds"] + (forwards / 40 - 1) * row["nodes"]["samplers"]
 
 
-def forty_steps(_: str = "") -> list[str]:
+def forty_steps(_: str) -> list[str]:
     """Videos of 40 guided steps by the forwards that each word computes: seconds, and times as fast as INT8."""
     task = find_task("i2v-A14B")
     facts = ModelFacts(task=task, dit=None, vae=task.vae)

@@ -13,7 +13,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task
-from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.families.task import Clues
 from wan_core.sampling.native.plan import NativeModel
 
 from .native import check_wan, checkpoint_of

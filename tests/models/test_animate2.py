@@ -32,7 +32,7 @@ from wan_core.models.wan.families.animate2.attention import (
     choose_form,
 )
 from wan_core.models.wan.families.animate2.model import Animate2Model
-from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.families.task import Clues
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import BACKENDS, AttentionError, resolve_attention

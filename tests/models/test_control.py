@@ -18,7 +18,6 @@ from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.lora.names import Finder
 from wan_core.config import OptionError
 from wan_core.models.wan.families import choose_task
-from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.families.fun import (
     CAMERA_1_3B,
     CAMERA_14B,
@@ -26,6 +25,7 @@ from wan_core.models.wan.families.fun import (
     CONTROL_14B,
     CONTROL_A14B,
 )
+from wan_core.models.wan.families.task import Clues
 from wan_core.models.wan.families.vace import VACE_1_3B, VACE_14B, VaceConfig
 
 # --------------------------------------------------------------------------------------------------------------- parity

@@ -186,7 +186,7 @@ def test_fp8_attention_feeds_every_kind_of_output_projection(kind):
     seed=st.integers(0, 99),
 )
 def test_a_small_change_of_a_weight_in_8_bits_is_not_rounded_away(kind, size, shape, seed):
-    """Rounded to the nearest number, of a LoRA a hundredth as large as the weights a third would be left in FP8."""
+    """Rounded to the nearest number, of a LoRA a hundredth as large as the weights two fifths would be left in FP8."""
     n, k = shape
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     decode = partial(kind(k, n, False).decode)

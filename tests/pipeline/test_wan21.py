@@ -17,8 +17,8 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import choose_task, find_task
-from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.families.plain import diffusers_modules
+from wan_core.models.wan.families.task import Clues
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.encode import clip_features

@@ -9,7 +9,7 @@ import torch
 from tests.cli.test_plan_and_generate import FULL, PARSER, begins_with, drawn_options, media
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import LoadOptions, OptionError, Request, UserError
-from wan_core.models.wan.families.family import Task
+from wan_core.models.wan.families.task import Task
 from wan_core.pipeline.check import check_request
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.native.plan import NativeModel

@@ -21,7 +21,7 @@ from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.models.wan.families import choose_task
-from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.families.task import Clues
 from wan_core.pipeline.loras import expert_file
 from wan_core.pipeline.model_folders import files, models_in
 from wan_core.pipeline.sources import TINY, find_models

@@ -16,7 +16,7 @@ from wan_core.config.model_files import download_hint
 from wan_core.config.outputs import Outputs
 from wan_core.config.table import from_values, table
 from wan_core.models.wan.families import TASKS
-from wan_core.models.wan.families.family import NEGATIVE_SOURCE
+from wan_core.models.wan.families.task import NEGATIVE_SOURCE
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.schedules import Window

@@ -23,7 +23,7 @@ from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import Task, choose_task, family_of, find_task
-from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.families.task import Clues
 from wan_core.pipeline.model_parts import ExpertFile
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vision.clip import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task, choose_task, family_of, find_task
-from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.families.task import Clues
 from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization

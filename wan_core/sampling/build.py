@@ -35,7 +35,8 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_prompts_over_time, family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
-from wan_core.models.wan.families.family import Task, given_fields
+from wan_core.models.wan.families.family import given_fields
+from wan_core.models.wan.families.task import Task
 from wan_core.sampling.cache.skipping import apply_policies, for_run, skip_forwards
 from wan_core.sampling.control import with_control, with_nag
 from wan_core.sampling.mistakes import likely_mistakes, number_mistakes

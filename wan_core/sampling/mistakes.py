@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wan_core.config.file_names import FileSays
-from wan_core.models.wan.families.family import Task
+from wan_core.models.wan.families.task import Task
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Step, lora_share
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from wan_core.config import LoraShares, MotionOptions, OptionError
-from wan_core.models.wan.families.family import Task
+from wan_core.models.wan.families.task import Task
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Expert, Step, deciding, lora_share, share_words
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.family import Task
+from wan_core.models.wan.families.task import Task
 from wan_core.sampling.plan import Plan, without_lost_sources
 from wan_core.sampling.schedules import SchedulePart, find_part, shifted, unshifted
 from wan_core.sampling.steps import Branch, Expert, Step

@@ -14,9 +14,10 @@ from wan_core.config.checks import OptionError, unknown
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate import ANIMATE
 from wan_core.models.wan.families.animate2 import ANIMATE2
-from wan_core.models.wan.families.family import Choice, Clues, Family, Task
+from wan_core.models.wan.families.family import Family
 from wan_core.models.wan.families.fun import FUN_CAMERA, FUN_CONTROL
 from wan_core.models.wan.families.s2v import S2V
+from wan_core.models.wan.families.task import Choice, Clues, Task
 from wan_core.models.wan.families.vace import VACE
 from wan_core.models.wan.families.wan import WAN
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from wan_core.config import OptionError, Request
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.clips import Clip, bounced
-from wan_core.models.wan.families.family import BEGINS, VIDEOS, Family, Hear, Task, VideoSize, given_fields, option
+from wan_core.models.wan.families.family import BEGINS, VIDEOS, Family, Hear, VideoSize, given_fields, option
+from wan_core.models.wan.families.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,8 +24,9 @@ from wan_core.models.wan.config import I2V_14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import ClipRules
 from wan_core.models.wan.families.driven import DrivenFamily
-from wan_core.models.wan.families.family import Assembled, InputReaders, Inputs, Task
+from wan_core.models.wan.families.family import Assembled, InputReaders, Inputs
 from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

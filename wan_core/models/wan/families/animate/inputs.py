@@ -15,7 +15,8 @@ from torch import Tensor
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.family import Inputs
+from wan_core.models.wan.families.task import Task
 from wan_core.models.wan.families.wan.inputs import check_one_size, join_image, mask_channels
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 

@@ -30,8 +30,9 @@ from wan_core.models.wan.config import I2V_14B, DiTConfig, PreparedForm
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import ClipRules
 from wan_core.models.wan.families.driven import DrivenFamily
-from wan_core.models.wan.families.family import STRENGTHS, Choice, Clues, InputReaders, Inputs, Task, given_fields
+from wan_core.models.wan.families.family import STRENGTHS, InputReaders, Inputs, given_fields
 from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.task import Choice, Clues, Task
 
 if TYPE_CHECKING:
     from torch import Tensor

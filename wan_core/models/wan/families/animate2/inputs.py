@@ -16,7 +16,8 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.animate.inputs import reference_and_clip
 from wan_core.models.wan.families.animate2 import DISTILLED, DISTILLED_LOG_SCALE
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.family import Inputs
+from wan_core.models.wan.families.task import Task
 from wan_core.models.wan.families.wan.inputs import check_one_size, join_image, read_features
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 

@@ -26,8 +26,9 @@ from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
 from wan_core.models.wan.families.driven import ControlledFamily
-from wan_core.models.wan.families.family import Choice, Clues, Hear, InputReaders, Task
+from wan_core.models.wan.families.family import Hear, InputReaders
 from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.task import Choice, Clues, Task, fitting
 
 if TYPE_CHECKING:
     from wan_core.models.wan.families.media import Media
@@ -116,7 +117,7 @@ class FunFamily(ControlledFamily):
     clips = ClipRules(overlaps=(1,), padded=whole_latents)
 
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        task = self.fitting(dit)[0]
+        task = fitting(self.tasks, dit)[0]
         if not clues.alone and not task.two_experts:
             raise OptionError(f"{task.name} is one transformer for all steps: leave the second file out")
         return Choice(task)

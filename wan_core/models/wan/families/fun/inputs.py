@@ -16,8 +16,9 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.family import Inputs
 from wan_core.models.wan.families.fun import FunCameraConfig
+from wan_core.models.wan.families.task import Task
 from wan_core.models.wan.families.wan.inputs import (
     frame_mask,
     image_channels,

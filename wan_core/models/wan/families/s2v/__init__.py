@@ -26,8 +26,9 @@ from wan_core.models.wan.config import T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
 from wan_core.models.wan.families.driven import DrivenFamily
-from wan_core.models.wan.families.family import Hear, InputReaders, Task, VideoSize
+from wan_core.models.wan.families.family import Hear, InputReaders, VideoSize
 from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

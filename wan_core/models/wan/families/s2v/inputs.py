@@ -19,8 +19,9 @@ from wan_core.models.audio.wav2vec2 import FRAMES_PER_SECOND, SAMPLE_RATE, XLSR_
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.family import Inputs
 from wan_core.models.wan.families.s2v import AUDIO_FRAMES, COMFYUI_POSITIONS, LEAST_SIDE, MOTION_PIXELS
+from wan_core.models.wan.families.task import Task
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:

@@ -27,8 +27,9 @@ from wan_core.models.wan.config import T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
 from wan_core.models.wan.families.driven import ControlledFamily
-from wan_core.models.wan.families.family import Choice, Clues, Hear, InputReaders, Task
+from wan_core.models.wan.families.family import Hear, InputReaders
 from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.task import Choice, Clues, Task
 
 if TYPE_CHECKING:
     from wan_core.media.fit import Pixels

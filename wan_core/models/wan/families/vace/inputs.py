@@ -19,8 +19,9 @@ from wan_core.media.video import video_facts
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.family import Inputs
 from wan_core.models.wan.families.media import WHITE, keyframes_of, read_fitted, read_picture
+from wan_core.models.wan.families.task import Task
 from wan_core.models.wan.families.vace import is_picture
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 

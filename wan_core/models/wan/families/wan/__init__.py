@@ -20,7 +20,8 @@ from wan_core.config.file_names import NAMING, read_name
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.models.wan.families.clips import ClipRules
-from wan_core.models.wan.families.family import Choice, Clues, Family, InputReaders, Task
+from wan_core.models.wan.families.family import Family, InputReaders
+from wan_core.models.wan.families.task import Choice, Clues, Task, fitting
 
 if TYPE_CHECKING:
     from wan_core.models.wan.model import WanModel
@@ -106,12 +107,12 @@ class WanFamily(Family):
         Two things only a name tells: whether a text-to-video transformer of 14B is Wan 2.1 or an expert of 2.2, and for
         which size an image-to-video transformer of 2.1 was tuned.
         """
-        fitting = self.fitting(dit)
-        if len(fitting) == 1:
-            return Choice(fitting[0])
+        found = fitting(self.tasks, dit)
+        if len(found) == 1:
+            return Choice(found[0])
         if dit.image_dim is not None:
-            return _by_size(fitting, clues)
-        return _by_release(fitting, clues)
+            return _by_size(found, clues)
+        return _by_release(found, clues)
 
     def check_fields(self, request: Request, task: Task) -> None:
         super().check_fields(request, task)

@@ -19,8 +19,9 @@ from wan_core.config import OptionError, check_known
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip, frames_of_latents
-from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.family import Inputs
 from wan_core.models.wan.families.media import keyframes_of
+from wan_core.models.wan.families.task import Task
 
 NO_KEYFRAMES: Mapping[int, Tensor] = MappingProxyType({})
 
