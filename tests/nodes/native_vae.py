@@ -150,6 +150,9 @@ def check_still_frames_left_to_comfyui(it: World) -> None:
             raise fault
         loaded(*args, **kwargs)
 
+    elsewhere = copy.copy(vae)
+    elsewhere.device = torch.device("mps")
+    assert it.host.native_vae_config(vae) and it.host.native_vae_config(elsewhere) is None
     other = copy.copy(faster)  # as ComfyUI's Select VAE Device does
     other.process_input = lambda image: 0 * image
     dark = other.encode(pixels)
@@ -168,9 +171,6 @@ def check_still_frames_left_to_comfyui(it: World) -> None:
         del model.encode
         model.encoder = Compiled(model.encoder)
         assert (faster.encode(pixels) - native).abs().max() <= 1e-5 * native.abs().max()
-    elsewhere = copy.copy(vae)
-    elsewhere.device = torch.device("mps")
-    assert it.host.native_vae_config(elsewhere) is None
     for left in (None, elsewhere, vae.patcher, it.host.with_still_frames(vae)):
         assert it.host.with_still_frames(left) is left
 
