@@ -44,7 +44,7 @@ GAINS = (
         after=FRESH + CLICKED,
     ),
     Gain(
-        text=("one click at 1280x720; two runs", "点一下，1280x720；运行两次"),
+        text=("one click at 1280x720", "点一下，1280x720"),
         video=EXACT,
         result="everyday-on720-h200",
         before=NATIVE,
