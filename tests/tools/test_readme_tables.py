@@ -66,10 +66,14 @@ def test_a_table_shows_the_rows_and_columns_that_it_declares(tmp_path: Path) -> 
 
 
 def test_every_table_of_the_page_is_declared_and_shown() -> None:
-    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    shown = page + (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    page, *others = (
+        (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("benchmarks", "earlier", "quality")
+    )
+    shown = "".join((page, *others))
     assert set(re.findall("bench:([a-z0-9-]+) -->", shown)) == {*TABLES, "forty-steps"}
     assert len(page.splitlines()) <= 350
+    dates = re.findall(r"(?m)^[^|`]*, (2026-\d\d-\d\d); python", page)
+    assert dates and min(dates) >= "2026-11-27", "older rows stand in docs/earlier.md"
 
 
 def test_the_newest_file_wins_and_a_device_can_be_named(tmp_path: Path) -> None:
