@@ -2,8 +2,8 @@
 
 A result is `benchmarks/results/<suite>-<device>-<yyyymmdd>.json`: {"suite", "command", "commit", "device", "versions":
 {library: version}, "rows": [{"name", "seconds", ...}]}. Results in `archive` are for figures of the prose alone.
-`TABLES` has the tables of docs/benchmarks.md and docs/earlier.md. Any other name is a suite (`streaming`), or a suite and a device
-(`streaming-h200`), whose newest result is shown whole.
+`TABLES` has the tables of docs/benchmarks.md and docs/earlier.md. Any other name is a suite (`streaming`), or a suite
+and a device (`streaming-h200`), whose newest result is shown whole.
 """
 
 from __future__ import annotations
