@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, load_dit, load_text_encoder, save
 from wan_core.checkpoint.layouts import TEXT_BLOCK_MODULES
+from wan_core.checkpoint.lora.merge import Change, Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
@@ -94,6 +95,40 @@ def test_fp8_linears_take_it_as_it_is(tmp_path: Path, kind: type, granularity: s
     x, time, text = torch.randn(1, 16, 2, 8, 8), torch.tensor([500.0]), torch.randn(1, 4, 48)
     output, expected = model(x, time, text), exact(x, time, text)
     assert float((output - expected).norm() / expected.norm()) < 0.08
+
+
+@pytest.mark.parametrize("with_scale", [False, True])
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("kind", [Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear, TECurrentLinear])
+@torch.no_grad()
+def test_fp8_of_another_form_is_not_rounded_again(
+    tmp_path: Path, kind: type, dtype: torch.dtype, with_scale: bool
+) -> None:
+    """Casts without scales, and E5M2, are E4M3 but for a power of two; and leave room for a LoRA."""
+    scale = torch.tensor(0.037 if with_scale else 1.0)
+    state, meant = plain(), {}
+    for name in NAMES:
+        state[f"{name}.weight"] = data = (state[f"{name}.weight"].float() * 0.3 / scale).to(dtype)
+        meant[name] = data.float() * scale
+        state |= {f"{name}.scale_weight": scale} if with_scale else {}
+    path = tmp_path / "fp8.safetensors"
+    write_safetensors(state, path, {})
+    model = load_dit(path, dtype=torch.float32, quantization=Quantization(kind, CPU))
+    lora = {name: torch.randn(value.shape) * value.norm() / value.numel() ** 0.5 / 30 for name, value in meant.items()}
+    merge = Merge({f"{name}.weight": ((difference(value), 1.0),) for name, value in lora.items()}, CPU)
+    changed = load_dit(path, dtype=torch.float32, quantization=Quantization(kind, CPU), loras=merge)
+    for name, value in meant.items():
+        weights = []
+        for one in (model, changed):
+            linear = one.get_submodule(name)
+            weights.append(linear.decode(linear.weight, linear.weight_scale))
+        torch.testing.assert_close(weights[0], value, rtol=1e-6, atol=0)
+        left = ((weights[1] - value) * lora[name]).sum() / lora[name].square().sum()
+        assert abs(left - 1) < 0.1
+
+
+def difference(value: Tensor) -> Change:
+    return Change(kind="difference", shape=tuple(value.shape), factors=(value,))
 
 
 @pytest.mark.parametrize("kind", KINDS)

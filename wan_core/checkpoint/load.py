@@ -33,10 +33,9 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.kernels.formats import FP8
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.packed import Changed, Packed, PackedLinear, holds_tables, put_packed
+from wan_core.ops.quant.packed import Changed, Packed, PackedLinear, as_e4m3, holds_tables, put_packed
 from wan_core.ops.quant.swap import Quantization, encoded_weight, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -221,8 +220,8 @@ def read_values(detected: Detected, device: torch.device, dtype: torch.dtype) ->
 
 
 class StoredValues:
-    """The parameters of a transformer as a file holds them, whatever a model in memory made of them. Nothing is opened
-    before the first is asked for."""
+    """The parameters of a transformer as a file holds them (FP8 `as_e4m3`), whatever a model in memory made of them.
+    Nothing is opened before the first is asked for."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -235,7 +234,7 @@ class StoredValues:
         """The parameter of an official name, on the CPU. Raises `CheckpointError`: the file is there no longer."""
         checkpoint, theirs = self.detected.checkpoint, self.detected.names[name]
         packed = self.detected.info(name).packing is not None
-        return checkpoint.read_packed(theirs) if packed else checkpoint.read(theirs)
+        return as_e4m3(checkpoint.read_packed(theirs) if packed else checkpoint.read(theirs))
 
 
 @dataclass(frozen=True)
@@ -293,19 +292,23 @@ class _Conversion:
         return list(self.detected.checkpoint.parts.get(theirs, (theirs,)))
 
     def _stored(self, ours: str, read: Callable[[str], Tensor]) -> Tensor | Packed:
-        """A parameter before changes. What is packed stays so, for `_converted`; but FP8 with scales is multiplied out
-        where no linear of this precision takes it."""
-        theirs, module = self.detected.names[ours], ours.rpartition(".")[0]
+        """A parameter before changes. What is packed stays so, for `_converted`; but FP8 is multiplied out where no
+        linear of this precision takes it."""
+        theirs, (module, _, parameter) = self.detected.names[ours], ours.rpartition(".")
+        is_encoded = module in self.quantized and parameter == "weight"
         packing = self.detected.info(ours).packing
         if self._stays_packed(ours) and not self.reads_ahead:
             return self.packed[module]
         if packing is None:
-            return _moved(stored := read(theirs), self.work, self._dtype(ours, stored.dtype))
+            stored = read(theirs)
+            if is_encoded and stored.dtype not in LOADABLE:
+                return as_e4m3(stored.to(self.work))
+            return _moved(stored, self.work, self._dtype(ours, stored.dtype))
         value = self.detected.checkpoint.read_packed(theirs, read)
         if packing != "fp8" or self._stays_packed(ours):
             return value
         value = value.to(self.work)
-        return value if module in self.quantized and value.parts["weight"].dtype == FP8 else value.dequantize(self.main)
+        return as_e4m3(value) if is_encoded else value.dequantize(self.main)
 
     def _dtype(self, ours: str, stored: torch.dtype) -> torch.dtype:
         """The dtype of a parameter that is not quantised."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.ops.kernels import gguf_blocks
-from wan_core.ops.kernels.formats import FP8, spread_scale
+from wan_core.ops.kernels.formats import FP8, FP8_MAX, spread_scale
 from wan_core.ops.kernels.integer_weights import NAMES as INTEGERS
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant import int8, mx
@@ -80,6 +80,24 @@ def stored_parts(fmt: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             else:
                 parts[name] = value.float().reshape(-1)
     return parts
+
+
+def as_e4m3(stored: Tensor | Packed) -> Tensor | Packed:
+    """A matrix [N, K] in FP8 without a scale, or in E5M2, as E4M3 with one; others as they are. Nothing is rounded: the
+    numbers are divided by a power of two that brings the largest up to 448, and the scale is multiplied by it. So small
+    numbers become normal ones, and a LoRA that is added to them is not lost. Only E5M2 below 2^-14 of the largest may
+    lose digits."""
+    weight, scale = stored, torch.ones(1)
+    if isinstance(stored, Packed):
+        weight, scale = stored.parts["weight"], stored.parts.get("weight_scale", scale)
+    assert isinstance(weight, Tensor)
+    plain = isinstance(stored, Tensor) and weight.dtype == FP8
+    if not plain and weight.dtype != torch.float8_e5m2:
+        return stored
+    values = weight.float()
+    factor = torch.exp2((values.abs().amax().clamp(min=2.0**-30) / FP8_MAX).log2().ceil())
+    parts = {"weight": (values / factor).to(FP8), "weight_scale": scale.to(factor) * factor}
+    return Packed("fp8", tuple(weight.shape), parts)
 
 
 def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
