@@ -4,9 +4,11 @@ manager. Weights are read when first used."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from comfy_api.latest import io, ui
 from torch import nn
 
@@ -16,6 +18,7 @@ from wan_core.config import PRECISIONS, QUANTIZED, VAE_PRECISIONS
 from wan_core.config.changes import Stamps, stamps, until_changed
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
+from wan_core.execution.report import WARNING
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
@@ -130,7 +133,11 @@ class WanCoreVAELoader(io.ComfyNode):
             description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
             inputs=[
                 file_input("vae", "Wan 2.1 VAE (for A14B) or Wan 2.2 VAE (for TI2V-5B) in models/vae."),
-                precision_input(VAE_PRECISIONS, "What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU."),
+                precision_input(
+                    VAE_PRECISIONS,
+                    "What the VAE computes in. 'auto': what ComfyUI's options say (--fp32-vae, --bf16-vae), "
+                    "otherwise bf16 on a GPU, fp32 on a CPU.",
+                ),
                 workers_input(),
             ],
             outputs=[output(io.Vae, "vae_out", "The VAE.")],
@@ -146,19 +153,34 @@ class WanCoreVAELoader(io.ComfyNode):
 
     @classmethod
     async def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
-        part = part_of("vae", vae)
-        dtype = compute_dtype(precision, device_of(workers))
-        patcher = host.Held("VAE", PartToLoad(part, dtype), _optimized)
+        part, here = part_of("vae", vae), host.vae_device()
+        precision, notes = _by_options(precision, workers is None)
+        dtype = compute_dtype(precision, here if workers is None else workers.device)
+        patcher = host.Held("VAE", PartToLoad(part, dtype), partial(_optimized, device=here), load_device=here)
         if workers is None:
             host.read_ahead([patcher], [()])
         socket = VAESocket(patcher) if workers is None else WorkersVAE(patcher, precision, workers)
-        return io.NodeOutput(socket, ui=ui.PreviewText(words_of(part, name_of(dtype))))
+        return io.NodeOutput(socket, ui=ui.PreviewText("\n".join([words_of(part, name_of(dtype)), *notes])))
 
 
-def _optimized(module: nn.Module) -> nn.Module:
+def _by_options(precision: str, here: bool) -> tuple[str, list[str]]:
+    """The precision of a VAE with ComfyUI's own options for VAEs, which hold where the node says 'auto', and what to
+    say about them. here: no workers have it."""
+    option, notes = host.vae_precision() if precision == "auto" else None, []
+    if option in VAE_PRECISIONS:
+        precision = option
+        notes.append(f"precision by --{option}-vae")
+    elif option is not None:
+        notes.append(f"{WARNING}--{option}-vae does not hold: WanCore's VAE computes in bf16 or fp32")
+    if host.vae_device() != host.device():
+        notes.append("on the CPU by --cpu-vae" if here else f"{WARNING}--cpu-vae does not hold: the workers have it")
+    return precision, notes
+
+
+def _optimized(module: nn.Module, device: torch.device) -> nn.Module:
     assert isinstance(module, VideoVAE)
-    vae = optimize_vae(module, host.device())
-    if host.device().type == "cpu":
+    vae = optimize_vae(module, device)
+    if device.type == "cpu":
         host.make_interruptible(vae)
     return vae
 

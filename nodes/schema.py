@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, get_origin, is_typeddict
 
 from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 
@@ -38,6 +38,13 @@ def schema(node_id: str, display_name: str, *, aliases: str, shows_text: bool = 
     newer = {"search_aliases": aliases.split(", "), "has_intermediate_output": shows_text}
     more |= {name: value for name, value in newer.items() if name in fields}
     return io.Schema(node_id=node_id, display_name=display_name, category=CATEGORIES[node_id], **more)
+
+
+def socket_type(name: str, of_class: type) -> Any:
+    """A type of socket for objects of a class."""
+    made = io.Custom(name)
+    made.Type = of_class
+    return made
 
 
 def output(kind: Any, name: str, tooltip: str) -> Any:
@@ -81,28 +88,25 @@ def value_of(one: Option, value: Any) -> Any:
 
 
 def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
-    """`node`, which refuses values that its widgets do not take: before a prompt runs those that ComfyUI hands to
-    `validate_inputs`, and before the node runs all of them. ComfyUI compares neither what comes through a link with a
-    widget's type and limits, nor what `validate_inputs` names."""
-
-    checks = vars(node).get("validate_inputs")
-    own = set() if checks is None else set(inspect.signature(checks.__func__).parameters)
-
-    @functools.cache
-    def inputs() -> dict[str, Any]:
-        return {one.id: one for one in node.define_schema().inputs}
+    """`node`, which refuses values that its widgets and sockets do not take: before a prompt runs those that ComfyUI
+    hands to `validate_inputs`, which names all sockets, and before the node runs all of them. ComfyUI compares neither
+    what comes through a link with a widget's type and limits, nor what `validate_inputs` names, and hands on any
+    constant for a socket."""
+    inputs = {one.id: one for one in node.define_schema().inputs}
+    checks = vars(node)["validate_inputs"].__func__ if "validate_inputs" in vars(node) else _nothing_to_check
+    own = set(inspect.signature(checks).parameters)
 
     def check_all(values: Mapping[str, Any], runs: bool) -> None:
-        check_values(inputs(), values, runs)
+        check_values(inputs, values, runs)
         for name in values.keys() - own if runs else ():
-            if isinstance(inputs().get(name), io.Combo.Input):
-                check_choice(name, values[name], tuple(inputs()[name].options))
+            if isinstance(inputs.get(name), io.Combo.Input):
+                check_choice(name, values[name], tuple(inputs[name].options))
 
-    def wrapped(function: Any, runs: bool) -> Any:
+    def wrapped(function: Any, runs: bool, *sockets: inspect.Parameter) -> Any:
         @functools.wraps(function)
         def check(cls: type[io.ComfyNode], *args: Any, **values: Any) -> Any:
             check_all(values, runs)
-            return function(cls, *args, **values)
+            return function(cls, *args, **{name: value for name, value in values.items() if runs or name in own})
 
         @functools.wraps(function)
         async def check_async(cls: type[io.ComfyNode], *args: Any, **values: Any) -> Any:  # ComfyUI asks which it is
@@ -110,22 +114,34 @@ def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
             return await function(cls, *args, **values)
 
         wrapper: Any = check_async if inspect.iscoroutinefunction(function) else check
-        wrapper.__signature__ = inspect.signature(function)  # by which ComfyUI knows the inputs to hand in
+        signature = inspect.signature(function)  # by which ComfyUI knows the inputs to hand in
+        wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *sockets])
         return classmethod(wrapper)
 
-    for name, runs in (("execute", True), ("validate_inputs", False)):
-        if name in vars(node):
-            setattr(node, name, wrapped(vars(node)[name].__func__, runs))
+    sockets = [name for name, one in inputs.items() if not isinstance(one, tuple(KINDS)) and name not in own]
+    node.execute = wrapped(vars(node)["execute"].__func__, True)
+    node.validate_inputs = wrapped(
+        checks,
+        False,
+        *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in sockets),
+    )
     return node
 
 
+def _nothing_to_check(cls: type[io.ComfyNode]) -> bool:
+    return True
+
+
 def check_values(inputs: Mapping[str, Any], values: Mapping[str, Any], runs: bool) -> None:
-    """Raise OptionError for a value that a widget does not take. inputs: of a node, by name. runs: nothing is None that
-    a link will bring."""
+    """Raise OptionError for a value that a widget or a socket does not take. inputs: of a node, by name. runs: nothing
+    is None that a link will bring."""
     for name, value in values.items():
         own = inputs.get(name)
         kind = next((kind for kind in KINDS if isinstance(own, kind)), None)
-        if kind is None or (value is None and not runs):
+        if own is None or (value is None and not runs):
+            continue
+        if kind is None:
+            check_socket(own, value, runs)
             continue
         types, takes = KINDS[kind]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
@@ -139,6 +155,29 @@ def check_values(inputs: Mapping[str, Any], values: Mapping[str, Any], runs: boo
             raise OptionError(f"{name} takes {takes}, and {value!r:.60} was given: round it")
 
 
+def check_socket(socket: Any, value: Any, runs: bool) -> None:
+    """Raise OptionError for what is no object of the type of a socket: a constant, before a prompt runs; what comes
+    through a link of any type when the node runs."""
+    kind = dict if is_typeddict(socket.Type) else get_origin(socket.Type) or socket.Type
+    attributes = ATTRIBUTES.get(socket.io_type, "__class__").split()
+    fits = any(hasattr(value, name) for name in attributes) and (kind is Any or isinstance(value, kind))
+    if not (runs and fits) and not (value is None and socket.optional):
+        given = "nothing" if value is None else repr(value) if isinstance(value, (str, float)) else type(value).__name__
+        raise OptionError(
+            f"{socket.id} takes {socket.io_type.replace(',', ' or ')}, and {given:.60} was given: connect a node that "
+            "gives it"
+        )
+
+
+ATTRIBUTES = {
+    "MODEL": "model_options",
+    "WANCORE_MODEL,MODEL": "patchers model_options",
+    "CLIP": "tokenize",
+    "VAE": "decode",
+    "CLIP_VISION_OUTPUT": "penultimate_hidden_states",
+    "AUDIO_ENCODER_OUTPUT": "keys",
+}
+"""By type of socket without a class: what its objects have, one of these."""
 KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     io.Int.Input: ((int, float), "a whole number"),
     io.Float.Input: ((int, float), "a number"),

@@ -19,7 +19,7 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor, nn
 
-from wan_core.config import OptionError
+from wan_core.config import OptionError, SkipOptions
 from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory, vae_bytes
 from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.memory.streaming import stage_bytes
@@ -38,12 +38,14 @@ from wan_core.pipeline.encode import encode_images, encode_video
 from wan_core.pipeline.memory_planning import check_pictures, host_room, plan_host
 
 from . import host
+from .memory import ModelSocket
 from .missing import ComfyObject, Tokens
+from .schema import socket_type
 
-MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
+MODEL = socket_type("WANCORE_MODEL", ModelSocket)
 EITHER_MODEL = io.Custom("WANCORE_MODEL,MODEL")  # or ComfyUI's ModelPatcher
-REPORT = io.Custom("WANCORE_REPORT")  # wan_core.execution.report.Report
-SKIPPING = io.Custom("WANCORE_SKIPPING")  # wan_core.config.SkipOptions
+REPORT = socket_type("WANCORE_REPORT", Report)
+SKIPPING = socket_type("WANCORE_SKIPPING", SkipOptions)
 CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 DEFAULT_NEGATIVES = {task.negative_prompt for task in TASKS.values()} - {""}
 
@@ -184,6 +186,11 @@ class VAESocket(ComfyObject):
         stride = self.config.spatial_stride
         self.downscale_index_formula = self.upscale_index_formula = self.config.temporal_stride, stride, stride
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.patcher.load_device
+
     def decode_to(self, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any) -> Made:
         """Decode with this VAE and hand pictures to `consume`. how: as of `wan_core.pipeline.decode.decode_to`."""
         return decode_to(self._loaded(*samples.shape[-2:]), samples, report, consume, **how)
@@ -229,7 +236,7 @@ class VAESocket(ComfyObject):
         self, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor] = NO_KEYFRAMES
     ) -> tuple[Tensor, Tensor]:
         """The result of `known_frames`, with latents in place of its clip, which exists only on the device."""
-        place = {"device": host.device(), "dtype": self.patcher.part.dtype}
+        place = {"device": self.device, "dtype": self.patcher.part.dtype}
 
         def there(pictures: Tensor) -> Tensor:
             return pixels_to_video(video_to_pixels(pictures)).to(**place)
@@ -253,9 +260,7 @@ class VAESocket(ComfyObject):
 
     def _decode(self, samples: Tensor, tile: TileSpec | None) -> Tensor:
         bar = host.Progress(1)
-        images = self.decode_images(
-            samples, Report(host.device()), tile, lambda done, total: bar.update(done, total, "")
-        )
+        images = self.decode_images(samples, Report(self.device), tile, lambda done, total: bar.update(done, total, ""))
         return host.to_intermediate(images.unflatten(0, (samples.shape[0], -1)))
 
     def working_bytes(self, rows: int, columns: int) -> int:

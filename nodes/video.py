@@ -10,7 +10,7 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.execution.report import Report
+from wan_core.execution.report import Report, device_name
 from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, encode
 from wan_core.media.sound import Sound
 from wan_core.models.vae.config import check_latents
@@ -58,7 +58,7 @@ class WanCoreVAEDecode(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: Any, latent: dict[str, Any], tiling: str, report: Report | None = None) -> io.NodeOutput:
-        report = Report(host.device()) if report is None else report.branch()
+        report = _report_with(vae, report)
         samples, tile = latent["samples"], TileSpec() if tiling == "always" else None
         if isinstance(vae, VAESocket):
             bar = host.Progress(1)
@@ -123,13 +123,24 @@ class WanCoreDecodeToVideo(io.ComfyNode):
         audio: dict[str, Any] | None = None,
         report: Report | None = None,
     ) -> io.NodeOutput:
-        report = Report(host.device()) if report is None else report.branch()
+        report = _report_with(vae, report)
         rate = checked_rate(fps)
         with host.temporary_video() as path:
             # Without `write_mp4`, which makes sure that a file survives a power cut: this one is read, and deleted.
             write = partial(encode, path, rate=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
             _decode_and_write(vae, latent["samples"], TileSpec() if tiling == "always" else None, report, write)
             return io.NodeOutput(host.video_of(path), report)
+
+
+def _report_with(vae: Any, before: Report | None) -> Report:
+    """A report for decoding by `vae`; what was reported before is in it, and where the VAE is, if that is elsewhere."""
+    device = getattr(vae, "device", host.device())
+    if before is None:
+        return Report(device)
+    report = before.branch()
+    if device != report.device:
+        report.notes.append(f"decode: the VAE ran on {device}, {device_name(device)}")
+    return report
 
 
 def _decode_and_write(

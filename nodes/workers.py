@@ -31,10 +31,9 @@ from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
 from .memory import ModelSocket, Sampling, plan_experts
-from .schema import ADVANCED, output, schema
+from .schema import ADVANCED, output, schema, socket_type
 from .sockets import TextSocket, VAESocket
 
-WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
 UNCONNECTED = "unconnected"  # for `validate_inputs`, which gets None where `workers` is connected
 
 
@@ -69,6 +68,9 @@ class WorkersSocket:
         them."""
         self.patcher.use(what, weights, working)
         return self.engine
+
+
+WORKERS = socket_type("WANCORE_WORKERS", WorkersSocket)
 
 
 def file_of_part(patcher: host.Held, precision: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ The only folder that touches comfy.*, folder_paths and the server.
 """
 
 from .background import background, prepare_kernels, prepare_when_up
-from .devices import device, to_intermediate
+from .devices import device, to_intermediate, vae_device, vae_precision
 from .folders import (
     lasting_folder,
     model_names,

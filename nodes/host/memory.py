@@ -52,8 +52,10 @@ class Weights(nn.Module):
 class Evictable(ModelPatcher):
     """What ComfyUI's memory manager loads, and sends away, as one whole."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=size)
+    def __init__(self, size: int, load_device: torch.device | None = None) -> None:
+        """load_device: where it runs; None: on ComfyUI's device."""
+        here = device() if load_device is None else load_device
+        super().__init__(Weights(), load_device=here, offload_device=torch.device("cpu"), size=size)
 
     @property
     def is_loaded(self) -> bool:
@@ -125,11 +127,12 @@ class Held(Evictable):
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
         residency: Residency | None = None,
         order: int = 0,
+        load_device: torch.device | None = None,
     ) -> None:
         """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
         weights while its blocks stream; both experts share one. order: in which models are read ahead, as of
         `Ahead`."""
-        super().__init__(part.bytes)
+        super().__init__(part.bytes, load_device)
         self.name, self.part, self.finish, self.residency, self.order = name, part, finish, residency, order
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
         self.waits = Waits()  # where blocks stream: how weights wait in host memory
@@ -296,8 +299,9 @@ def read_ahead(models: Sequence[Held], loras: Sequence[Sequence[Wanted]]) -> Non
             patcher.expect(patcher_loras)
     waiting = [patcher for patcher in models if not patcher.is_loaded and patcher.resident_blocks is None]
     reading = {one for one in _read_ahead_by_anyone if one.ahead is not None and one.ahead.thread.is_alive()}
-    free = model_management.get_free_memory(device())
-    if not waiting or not fits(int(free), sum(one.size for one in {*reading, *waiting}), device()):
+    here = models[0].load_device
+    free = model_management.get_free_memory(here)
+    if not waiting or not fits(int(free), sum(one.size for one in {*reading, *waiting}), here):
         return
     for patcher, patcher_loras in zip(models, loras, strict=True):
         if patcher in waiting:

@@ -225,3 +225,50 @@ def check_more_colours(it: World) -> None:
     assert it.host.native_vae_config(VAE(sd=dict(state))) is not None
     twice = VAE(sd={name: torch.cat([one] * 4) if "decoder.head.2" in name else one for name, one in state.items()})
     assert it.host.native_vae_config(twice) is None and it.host.with_still_frames(twice) is twice
+
+
+def check_options(it: World) -> None:
+    """WanCore's VAE runs where ComfyUI's options for VAEs say, and in that precision; a precision that the node names
+    holds. On a GPU, that of a report of decoding elsewhere too. A GPU is simulated, where weights cannot be."""
+    import asyncio
+
+    import torch
+    from comfy import model_management
+    from comfy.cli_args import args
+
+    from wan_core.execution.report import Report
+
+    loaders, video = (importlib.import_module(f"pack.nodes.{name}") for name in ("part_loaders", "video"))
+    real, latents = model_management.get_torch_device, torch.randn(1, 16, 2, 4, 4)
+    gpu, cpu = torch.device("mps"), torch.device("cpu")
+
+    def load(precision: str) -> tuple[Any, str]:
+        made = asyncio.run(loaders.WanCoreVAELoader.execute(loaders.TINY_T2V, precision))
+        return made.args[0], made.ui.as_dict()["text"][0]
+
+    model_management.get_torch_device = lambda: gpu
+    try:
+        vae, words = load("auto")
+        assert vae.device == gpu and vae.patcher.part.dtype == torch.bfloat16 and "--" not in words, words
+        args.cpu_vae = True
+        vae, words = load("auto")
+        assert vae.patcher.part.dtype == torch.float32 and words.endswith("on the CPU by --cpu-vae"), words
+        with torch.inference_mode():
+            images, report = video.WanCoreVAEDecode.execute(vae, {"samples": latents}, "auto").args
+            assert images.shape == (5, 32, 32, 3) and report.device == cpu and vae.encode(images).shape[1] == 16
+            known, _ = vae.encode_known(images[:1].movedim(-1, 0)[None], None, 5)
+            assert known.device == cpu
+            [note] = video.WanCoreVAEDecode.execute(vae, {"samples": latents}, "auto", Report(gpu)).args[1].notes
+            assert note.startswith("decode: the VAE ran on cpu, "), note
+        for option, precision, dtype, told in (
+            ("bf16_vae", "auto", torch.bfloat16, "precision by --bf16-vae"),
+            ("bf16_vae", "fp32", torch.float32, None),
+            ("fp16_vae", "auto", torch.float32, "warning: --fp16-vae does not hold: WanCore's VAE computes in"),
+        ):
+            setattr(args, option, True)
+            vae, words = load(precision)
+            setattr(args, option, False)
+            assert vae.patcher.part.dtype == dtype, words
+            assert "16-vae" not in words if told is None else told in words, words
+    finally:
+        model_management.get_torch_device, args.cpu_vae = real, False

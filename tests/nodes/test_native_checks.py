@@ -13,7 +13,7 @@ from tests.comfyui import find_comfyui, find_newer_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
 HERE = Path(__file__).parent
-ANY_VERSION = ("half_inputs", "motion_phases", "native_texts", "remote_memory")
+ANY_VERSION = ("half_inputs", "motion_phases", "native_objects", "native_texts", "remote_memory")
 MODULES = ("native_accelerate", "native_beside", "native_blocks", "native_caches", "native_dynamic", "native_odd_runs",
            "native_passes", "native_reserve", "native_vae", *ANY_VERSION)  # fmt: skip
 CHECKS = [(name, check) for name in MODULES

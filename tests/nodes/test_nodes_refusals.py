@@ -137,3 +137,20 @@ def with_defaults(comfy: ComfyUI, kind: str, inputs: dict[str, Any]) -> dict[str
         values |= {name: options["default"] for name, (_, options) in group.items() if "default" in options}
         values |= {"model": ["model", 0]} if "model" in group and kind != "WanCoreModelLoader" else {}
     return values | inputs
+
+
+def test_constants_for_sockets(comfy: ComfyUI) -> None:
+    """ComfyUI hands any constant for a socket on; they are refused before the prompt runs."""
+    for name, socket, takes in (
+        ("model", "workers", "WANCORE_WORKERS"),
+        ("vae", "workers", "WANCORE_WORKERS"),
+        ("sampler", "skipping", "WANCORE_SKIPPING"),
+        ("sampler", "positive", "CONDITIONING"),
+        ("decode", "vae", "VAE"),
+    ):
+        nodes = small()
+        nodes[name] = {**nodes[name], "inputs": nodes[name]["inputs"] | {socket: "abc"}}
+        with pytest.raises(Refused) as refusal:
+            comfy.run(nodes)
+        [(where, one)] = refusal.value.errors.items()
+        assert where == name and f"{socket} takes {takes}, and 'abc' was given" in one["errors"][0]["details"], one
