@@ -18,7 +18,8 @@ from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.cards import has_fp8
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.formats import quantize_reference
+from wan_core.ops.kernels.formats import FP8, FP8_MAX, quantize_reference
+from wan_core.ops.quant.changed import with_change
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
 
@@ -140,6 +141,28 @@ def test_kernels_change_a_forward_no_more_than_rounding():
     set_attention(model, resolve_attention("auto", CUDA, torch.bfloat16, SMALL.head_dim)[1])
     model.bfloat16()
     assert relative(model(*inputs), exact) < 2 * relative(plain, exact)
+
+
+@pytest.mark.parametrize("shape", [(5120, 5120), (70, 13824), (13824, 320), (33, 96)])
+@pytest.mark.parametrize("size", [0.003, 0.1, 6.0])
+def test_a_change_in_fp8(shape, size):
+    if not has_fp8(CUDA):
+        pytest.skip("the card has no FP8")
+    torch.manual_seed(0)
+    weight = torch.randn(shape, device=CUDA)
+    scale = weight.abs().amax(1, keepdim=True) / FP8_MAX
+    data, ratio = (weight / scale).to(FP8), 2.0 ** torch.randint(-1, 1, (shape[0], 1), device=CUDA)
+    change = size * torch.randn(shape[0], 8, device=CUDA) @ torch.randn(8, shape[1], device=CUDA)
+    work = (data, ratio, data.float() * scale + change, scale / ratio)
+    assert fused.writes_fp8(data)
+    found = with_change(*work)
+    with fused.use("torch"):
+        expected = with_change(*work)
+    assert relative(found.float(), expected.float()) < 0.002  # a rounding here and there falls the other way
+    assert (found.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.001
+    spoilt = work[2].clone()
+    spoilt[3, 5] = torch.nan
+    assert with_change(*work[:2], spoilt, work[3]).float().isnan().any(1).nonzero().tolist() == [[3]]
 
 
 @pytest.mark.parametrize("name", [None, *SCHEMES])

@@ -171,6 +171,14 @@ for D in (16, 64, 128):
             close(found.data.float() * scale, expected, ROUGH)
             if block: assert found.memory.shape == (2, 3, 256, D) and not found.memory[:, :, 150:].float().any()
 
+from wan_core.ops.quant.changed import TRIES, with_change
+for N, K, size in ((5, 96, 0.003), (3, 5120, 0.03), (2, 13824, 0.003), (4, 64, 6.0)):
+    weight = torch.randn(N, K)
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    data, ratio = (weight / scale).to(torch.float8_e4m3fn), torch.tensor([1.0, 0.5] * 3)[:N, None]
+    work = (data, ratio, weight + size * torch.randn(N, K), scale / ratio)
+    assert torch.equal(triton_ops.with_change(*work, TRIES).float(), with_change(*work).float())
+
 from wan_core.models.vae.layers import CausalConv3d, Chunk, RMSNorm
 from wan_core.ops.kernels import triton_vae
 for C, T, last, dtype in ((32, 1, False, torch.bfloat16), (40, 3, False, torch.half), (96, 2, True, torch.bfloat16)):

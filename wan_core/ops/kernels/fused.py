@@ -108,6 +108,11 @@ def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
     return _Choice.devices[x.device] is None and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
 
 
+def writes_fp8(x: Tensor) -> bool:
+    """Whether a kernel takes rows of x [N, C], of any dtype, and writes FP8."""
+    return x.is_cuda and triton_runs(x.device) and _Choice.fp8[x.device] and 32 <= x.shape[-1] <= MAX_ROW
+
+
 def triton_runs(device: torch.device) -> bool:
     """Whether kernels are enabled and run on `device`, for kernels in other modules."""
     return _Choice.kernels == "triton" and why_not(device) is None

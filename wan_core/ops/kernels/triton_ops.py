@@ -21,6 +21,7 @@ from wan_core.ops.kernels.block_layout import Blocked, padded
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized
 from wan_core.ops.kernels.triton_rows import (
     activate_kernel,
+    change_kernel,
     hadamard_kernel,
     head_norm_kernel,
     residual_norm_kernel,
@@ -216,6 +217,17 @@ def gelu(x: Tensor, fmt: Format | None) -> Tensor | Quantized:
 def quantize(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Quantized:
     x = x.contiguous()
     return Quantized(*(_quantize_tensor(x, amax) if fmt == "tensor" else _activate(x, fmt, False)))
+
+
+def with_change(data: Tensor, ratio: Tensor, total: Tensor, scale: Tensor, tries: int) -> Tensor:
+    """That of `wan_core.ops.quant.changed`."""
+    out, parts = torch.empty_like(data), _parts(data.shape[1])
+    with on_device_of(data):
+        change_kernel[(len(data),)](
+            data, ratio.contiguous(), total, scale.contiguous(), out, data.shape[1],
+            TRIES=tries, LIMIT=FP8_MAX, **parts | {"num_warps": 2 * parts["num_warps"]},
+        )  # fmt: skip
+    return out
 
 
 def _result(out: Tensor, scales: Tensor, fmt: Format | None) -> Tensor | Quantized:

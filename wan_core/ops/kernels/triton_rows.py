@@ -174,3 +174,38 @@ def scale_kernel(x, out, amax, scale, count, WIDTH: tl.constexpr, LIMIT: tl.cons
         tl.store(scale, largest / LIMIT)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
     tl.store(out + at, (value * (LIMIT / largest)).to(out.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _numbers_of_fp8(x, LIMIT: tl.constexpr):
+    """The numbers of E4M3 nearest to float32 x, ties to even: 3 bits after the first, steps of 2^-9 at least. By
+    arithmetic, so that Triton's interpreter computes what a card does."""
+    x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 steps: a sum with it has no digits below one
+    return (x + step) - step
+
+
+@triton.jit
+def change_kernel(
+    data, ratio, total, scale, out, C, TRIES: tl.constexpr, A: tl.constexpr, B: tl.constexpr, LIMIT: tl.constexpr
+):
+    """`with_change` of `wan_core.ops.quant.changed`, a row in a program."""
+    row = tl.program_id(0)
+    a, b = _load(data, row, C, A, B)
+    more_a, more_b = _load(total, row, C, A, B)
+    a *= tl.load(ratio + row)
+    b *= tl.load(ratio + row)
+    more_a = more_a / tl.load(scale + row) - a
+    more_b = more_b / tl.load(scale + row) - b
+    size = tl.maximum(tl.sum(more_a * more_a) + tl.sum(more_b * more_b), 1e-30)
+    base = tl.sum(a * more_a) + tl.sum(b * more_b)
+    larger = 1.0
+    made_a = _numbers_of_fp8(a + more_a, LIMIT)
+    made_b = _numbers_of_fp8(b + more_b, LIMIT)
+    for _ in tl.static_range(TRIES):
+        left = (tl.sum(made_a * more_a) + tl.sum(made_b * more_b) - base) / size
+        larger = larger / tl.sqrt(tl.minimum(tl.maximum(left, 0.0625), 16.0))
+        made_a = _numbers_of_fp8(a + more_a * larger, LIMIT)
+        made_b = _numbers_of_fp8(b + more_b * larger, LIMIT)
+    _store(made_a, made_b, out, row, C, A, B)

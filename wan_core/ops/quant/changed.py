@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
 
 TRIES = 2  # after the first
@@ -33,14 +34,23 @@ def change_fp8(data: Tensor, scale: Tensor, total: Tensor) -> dict[str, Tensor]:
     # By a power of two numbers stay numbers of FP8, but for the smallest. 464 is the last that is rounded to 448.
     grown = before * torch.exp2((most / (FP8_MAX + 16)).log2().ceil().clamp(min=0))
     old, new = (each.reshape(-1, 1).expand(len(data), 1) for each in (before, grown))
+    return {"weight": with_change(data, old / new, total, new), "weight_scale": grown}
+
+
+def with_change(data: Tensor, ratio: Tensor, total: Tensor, scale: Tensor) -> Tensor:
+    """`total`, float32 [N, K], over `scale` in FP8; of its change from data [N, K] times `ratio` as much is left in
+    each row as there was. ratio, scale: float32 [N, 1]."""
+    if fused.writes_fp8(data):
+        from wan_core.ops.kernels import triton_ops
+
+        return triton_ops.with_change(data.contiguous(), ratio, total.contiguous(), scale, TRIES)
     made = torch.empty_like(data)
     for rows in map(slice, range(0, len(data), ROWS), range(ROWS, len(data) + ROWS, ROWS)):
-        made[rows] = _with_change(data[rows].float() * (old / new)[rows], total[rows] / new[rows])
-    return {"weight": made, "weight_scale": grown}
+        made[rows] = _with_change(data[rows].float() * ratio[rows], total[rows] / scale[rows])
+    return made
 
 
 def _with_change(before: Tensor, total: Tensor) -> Tensor:
-    """`total` in FP8, both over the scale; of the change of each row as much is left as there was."""
     change = total - before
     size = change.square().sum(1, keepdim=True).clamp(min=1e-30)
     base = (before * change).sum(1, keepdim=True)
