@@ -154,9 +154,9 @@ JOBS: tuple[Job, ...] = (
     suite("gpu-tests", 400, "GPU tests", "tests --setting 'gpu tests'", needs=("pytest",)),
     suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
     # b. ComfyUI's own template as it is, with our node, and with our sampler
-    everyday("on-640", 640, SQUARE, "on", *DOOR),
+    everyday("on-640", 500, SQUARE, "on", *DOOR),
     everyday("fresh-640", 400, SQUARE, "fresh", "native", KITCHEN, EXACT, OUR_EXACT),
-    everyday("on-720", 1700, HD, "on", *DOOR),
+    everyday("on-720", 1320, HD, "on", *DOOR),
     # c. with guidance, and what leaves out a part of the work
     everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
     everyday("off-480", 400, SD, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
