@@ -157,6 +157,7 @@ JOBS: tuple[Job, ...] = (
     everyday("on-640", 500, SQUARE, "on", *DOOR),
     everyday("fresh-640", 400, SQUARE, "fresh", "native", KITCHEN, EXACT, OUR_EXACT),
     everyday("on-720", 1320, HD, "on", *DOOR),
+    everyday("fresh-720", 840, HD, "fresh", "native", KITCHEN, EXACT),
     # c. with guidance, and what leaves out a part of the work
     everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
     everyday("off-480", 400, SD, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
