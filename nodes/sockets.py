@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from comfy_api.latest import io
 from torch import Tensor, nn
 
@@ -30,8 +31,10 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
+from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
+from wan_core.models.wan.families.plain import number
 from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES, known_frames
 from wan_core.pipeline.decode import Made, Pieces, collect_images, decode_to, images_shape
 from wan_core.pipeline.encode import encode_images, encode_video
@@ -73,16 +76,18 @@ class TextSocket(ComfyObject):
         return cast(TextEncoder, patcher.use(TEXT)).read(prompts)
 
     def encode_prompts(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
-        """Each prompt as CONDITIONING. names: what notes call each. `wancore_seconds` in it is what encoding took, 0 if
-        it was known, `wancore_notes` is what the user should know of how the prompt was read, and `wancore_prompt` is
-        the prompt."""
+        """Each prompt as CONDITIONING, its rows with zeros behind them as in training: models of ComfyUI attend to all
+        rows, and add none. names: what notes call each. `wancore_seconds` in it is what encoding took, 0 if it was
+        known, `wancore_notes` is what the user should know of how the prompt was read, and `wancore_prompt` is the
+        prompt."""
         begun: list[float] = []
 
         def read(prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
             begun.append(time.perf_counter())
             return self.read(prompts)
 
-        rows = self.cache.encode(prompts, read)
+        length = min(DiTConfig.text_len, int(number(self.patcher.part.part.metadata, "max_length", DiTConfig.text_len)))
+        rows = [F.pad(row, (0, 0, 0, max(0, length - row.shape[1]))) for row in self.cache.encode(prompts, read)]
         seconds = time.perf_counter() - begun[0] if begun else 0.0
         host.log.info("WanCore encoded the text in %.2f s" if begun else "WanCore knew the text (%.0f s)", seconds)
         conditionings: list[CONDITIONING] = []

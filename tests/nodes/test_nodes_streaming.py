@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.checkpoint.test_gguf import matrices, write
 from tests.denoised import Varied
@@ -333,7 +334,9 @@ def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_pa
         for prompts in (["a red circle"], ["a blue cross moving up", ""]):
             encoded = text.encode_prompts(prompts)
             for conditioning, rows in zip(encoded, exact.encode(prompts), strict=True):
-                assert torch.equal(conditioning[0][0][0], rows[: conditioning[0][0].shape[1]])
+                [[encoded_rows, _]] = conditioning
+                assert encoded_rows.shape == (1, 512, rows.shape[1]), "all that models of ComfyUI attend to"
+                assert torch.equal(encoded_rows[0], F.pad(rows, (0, 0, 0, 512 - len(rows))))
             assert [bool(stage.slots) for stage in residency.stages.values()] == [True] * small
             nodes.manager.free_memory(1e30, CPU)
             assert not residency.models and not any(stage.held for stage in residency.stages.values())
