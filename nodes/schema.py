@@ -158,7 +158,7 @@ def check_values(inputs: Mapping[str, Any], values: Mapping[str, Any], runs: boo
 def check_socket(socket: Any, value: Any, runs: bool) -> None:
     """Raise OptionError for what is no object of the type of a socket: a constant, before a prompt runs; what comes
     through a link of any type when the node runs."""
-    kind = dict if is_typeddict(socket.Type) else get_origin(socket.Type) or socket.Type
+    kind = Mapping if is_typeddict(socket.Type) else get_origin(socket.Type) or socket.Type  # lazy sound of other packs
     attributes = ATTRIBUTES.get(socket.io_type, "__class__").split()
     fits = any(hasattr(value, name) for name in attributes) and (kind is Any or isinstance(value, kind))
     if not (runs and fits) and not (value is None and socket.optional):
