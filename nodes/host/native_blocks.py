@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from wan_core.ops.attention.sdpa import sdpa
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.fused import runs_kernel
-from wan_core.sampling.native.attention import as_heads
+from wan_core.sampling.native.attention import as_heads, qualified
 from wan_core.sampling.native.run import NativeRun
 
 log = logging.getLogger("WanCore")
@@ -85,6 +85,10 @@ class FusedForward:
         """A block; `original` computes what cannot be fused."""
         if not fits(args):
             return original(args)
+        patch = patch_within(args["transformer_options"])
+        if patch is not None:
+            self.run.note(f"{PASSES} ComfyUI, because another node changes blocks within ({patch})")
+            return original(args)
         if not is_known(wan.WanAttentionBlock.forward, wan.WanSelfAttention.forward, wan.optimized_attention):
             self.run.note(NOT_FUSED)
             return original(args)
@@ -109,15 +113,21 @@ def unchanged(module: Any, kind: type[nn.Module]) -> bool:
 
 
 def fits(args: Mapping[str, Any]) -> bool:
-    """Whether kernels take the arguments of a block, and nothing is to be done within it."""
+    """Whether kernels take the arguments of a block."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or args.keys() != ARGUMENTS:
         return False
     x, e, pe = args["img"], args["vec"], args["pe"]
-    if not runs_kernel(x) or not args["transformer_options"].get("patches", {}).keys() <= OUTSIDE:
+    if not runs_kernel(x):
         return False
     rows = e.shape[1] if e.ndim == 4 else 1
     shared = len(e) == len(x) and x.shape[1] % rows == 0 and (rows == 1 or x.shape[1] // rows >= 8)
     return shared and pe.shape[:3] == (1, x.shape[1], 1) and pe.dtype == torch.float32
+
+
+def patch_within(options: Mapping[str, Any]) -> str | None:
+    """The name of what another node does within blocks, such as Normalized Attention Guidance; None: nothing."""
+    kinds = {kind: added for kind, added in options.get("patches", {}).items() if kind not in OUTSIDE}
+    return next((f"{kind}: {', '.join(map(qualified, added))}" for kind, added in kinds.items()), None)
 
 
 @cache

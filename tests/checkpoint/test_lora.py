@@ -37,6 +37,7 @@ from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.families.plain import diffusers_modules
+from wan_core.ops.quant import linear
 from wan_core.ops.quant.linear import LowRank
 from wan_core.pipeline.loras import (
     check_packed,
@@ -280,6 +281,28 @@ def test_a_video_with_a_lora(lora_file):
     high, _ = latents(loras=(LoraOptions(path=str(lora_file), expert="high"),))
     low, _ = latents(loras=(LoraOptions(path=str(lora_file), expert="low"),))
     assert relative(high, merged) > 1e-3 and relative(low, merged) > 1e-3 and relative(high, low) > 1e-3
+
+
+def test_a_lora_of_strength_0_costs_nothing(lora_file, monkeypatch):
+    """Attached, too: bit for bit the run without it, alone and beside another, and no product of low rank more."""
+    other = lora_file.with_name("other.safetensors")
+    write_safetensors(lora_of(LINEARS, 7, scale=0.5), other, {})
+    ranks, real = [], linear.low_rank_input
+
+    def counted(x, down):
+        ranks.append(len(down))
+        return real(x, down)
+
+    monkeypatch.setattr(linear, "low_rank_input", counted)
+    runs = []
+    for strengths in ((), (0.0,), (0.5,), (0.5, 0.0), (0.0, 0.5)):
+        paths = (other, lora_file) if strengths[:1] == (0.5,) else (lora_file, other)
+        loras = [LoraOptions(path=str(path), strength=one) for path, one in zip(paths, strengths, strict=False)]
+        ranks.clear()
+        runs.append((latents(loras=tuple(loras), lora_mode="attach")[0], list(ranks)))
+    for run, same in ((1, 0), (3, 2), (4, 2)):
+        assert torch.equal(runs[run][0], runs[same][0]) and runs[run][1] == runs[same][1], run
+    assert not runs[0][1] and runs[2][1]
 
 
 def test_parse_of_the_command_line(tmp_path):

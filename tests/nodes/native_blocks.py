@@ -198,7 +198,8 @@ def check_weights(it: World) -> None:
 
 
 def check_patches_within(it: World) -> None:
-    """Patches within blocks, also of kinds to come: such blocks are ComfyUI's. Patches between blocks are kept."""
+    """Patches within blocks, also of kinds to come: such blocks are ComfyUI's, and the report says so, once. Patches
+    between blocks are kept."""
 
     def warmer(block: dict[str, Any]) -> Any:
         return block["x"] * 1.1
@@ -210,6 +211,8 @@ def check_patches_within(it: World) -> None:
                                ("double_block", between, 9)):  # fmt: skip
         model = with_patch(lambda clone, kind=kind, patch=patch: clone.set_model_patch(patch, kind), tiny("WAN21_T2V"))
         it.same(model, count, SIGMAS, what=kind)
+        said = f"by ComfyUI, because another node changes blocks within ({kind}: native_blocks.check_patches_within."
+        assert (said in it.said[-1]) is (count == 0), it.said[-1]
 
 
 def check_changed_blocks(it: World) -> None:

@@ -118,7 +118,7 @@ class Models:
         if loras:
             self.on_model[name] = ModelLoras(settings.device, merged_of(part, loras))
             if part.lora_mode == "attach":
-                self.on_model[name].apply(cast(WanModel, model), loras, part)
+                self.on_model[name].apply(cast(WanModel, model), shared(loras, name, ()), part)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
         model = finish(model, settings, settings.device, ranks=self.ranks)
         self.residency.add(name, model, self.waits.waits(name))

@@ -87,8 +87,10 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
 
 
 def shared(wanted: Sequence[Wanted], expert: str, loras: Sequence[LoraShare]) -> tuple[Wanted, ...]:
-    """`wanted` of an expert in a step that has `loras`: each at that share of its strength."""
+    """`wanted` of an expert in a step that has `loras`: each at that share of its strength. One of strength 0 is left
+    out; one whose share is 0 stays, as it has another in other steps of the run."""
     name: Expert = "low" if expert == "low" else "high"
+    wanted = [one for one in wanted if one.strength]
     shares = [lora_share(loras, name, one.key[0]) for one in wanted]
     return tuple(
         one if share == 1 else replace(one, strength=one.strength * share)
@@ -171,6 +173,7 @@ def attachable(config: DiTConfig) -> frozenset[str]:
 
 
 def lora_bytes(wanted: Iterable[Wanted]) -> int:
-    """Device memory of attached LoRAs, in 16 bits."""
+    """Device memory of attached LoRAs, in 16 bits. One of strength 0 is not attached."""
+    wanted = [one for one in wanted if one.strength]
     changes = (change for one in wanted for several in one.lora.changes.values() for change in several)
     return sum(2 * change.attached_numbers for change in changes)
