@@ -80,6 +80,25 @@ def test_problems(tmp_path: Path) -> None:
     assert "fits no known model" in inspect(tmp_path / "lora.safetensors")["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("parts", "advice"),
+    [
+        (("vae", "text_encoder"), "add --high"),
+        (("vae", "high_noise_model"), "add --text-encoder"),
+        (("vae", "text_encoder", "high_noise_model"), "give both --high and --low"),
+    ],
+)
+def test_options_that_it_advises_are_those_of_generate(tmp_path: Path, parts: tuple[str, ...], advice: str) -> None:
+    names = {"vae": "Wan2.1_VAE.pth", "text_encoder": "models_t5_umt5-xxl-enc-bf16.pth", "high_noise_model": "x.pth"}
+    for part in parts:
+        folder = tmp_path / part if part == "high_noise_model" else tmp_path
+        folder.mkdir(exist_ok=True)
+        (folder / names[part]).symlink_to(TINY / f"{'t2v_high' if folder != tmp_path else part}.safetensors")
+    [problem] = inspect(tmp_path)["problems"]
+    command, _, fault = problem.partition(": ")
+    assert advice in fault and command.endswith(f" generate --model {tmp_path}"), problem
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(TINY / "t2v_high.safetensors")]) == 0
     assert "family: the embedded model" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from wan_core.checkpoint.opened import Checkpoint
 from wan_core.config import LoadOptions, OptionError, UserError
 from wan_core.config.file_names import file_says
 from wan_core.config.model_files import TEXT_ENCODERS, TRANSFORMERS, models_root
+from wan_core.config.printing import command
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
@@ -60,7 +61,8 @@ def inspect(path: Path) -> dict[str, Any]:
         models = [find_models(LoadOptions(model=str(path))).task.name]
     except UserError as fault:
         if str(fault) not in " ".join(problems):
-            problems.append(str(fault))
+            options = "--" in str(fault)  # it advises those of the command that takes the folder
+            problems.append(f"{command('generate', '--model', str(path))}: {fault}" if options else str(fault))
     return release | {"models": models, "problems": problems}
 
 
