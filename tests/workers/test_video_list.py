@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -122,6 +123,35 @@ def test_a_name_that_another_run_writes(tmp_path: Path) -> None:
         outcome = make_all(VideoList(videos, lambda v: v.out.exists()), ListMakers([Maker("one", make)]))
     assert outcome.made == [2] and "another run is writing" in outcome.failed[1]
     assert [path.name for path in tmp_path.iterdir()] == ["2.mp4"]
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_two_runs_of_one_list(tmp_path: Path, finishes: bool) -> None:
+    """What another run was writing is waited for: it is made, or not made if that run ends without it."""
+    videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in (1, 2)]
+    begun, script = (
+        tmp_path / "begun",
+        f"""
+import time
+from pathlib import Path
+from wan_core.config.outputs import make_claim
+out = Path({str(videos[0].out)!r})
+claim = make_claim(out)
+Path({str(tmp_path / "begun")!r}).touch()
+time.sleep(2)
+if {finishes}:
+    out.touch()
+    claim.unlink()
+""",
+    )
+    other = subprocess.Popen([sys.executable, "-c", script])
+    wait_until(begun.exists, 60, "the other run has not begun")
+    threading.Thread(target=other.wait).start()  # or the ended process is still there
+    told: list[str] = []
+    one = Maker("one", Losing("", {}, set(), Counter()).make)
+    outcome = make_all(VideoList(videos, lambda v: v.out.exists(), told.append), ListMakers([one]))
+    assert outcome.made == [2] and any("waiting for another run" in line for line in told)
+    assert outcome.elsewhere == [1] * finishes and [*outcome.failed] == [1] * (not finishes)
 
 
 # ---------------------------------------------------------------------------------------------------------- the file

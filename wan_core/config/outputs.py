@@ -335,6 +335,16 @@ def is_left_over(claim: Path) -> bool:
     return _has_ended(owner) if OWNER.fullmatch(owner) else time.time() - claim.stat().st_mtime > UNSIGNED_SECONDS
 
 
+def is_written_here(claim: Path) -> bool:
+    """Whether another process of this host, which runs, has made the file `claim`, and it is still there."""
+    try:
+        owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
+    except OSError:
+        return False
+    here = OWNER.fullmatch(owner) is not None and owner.startswith(f"{_machine()}-")
+    return here and owner != owner_text() and not _has_ended(owner)
+
+
 def owned_path(path: Path) -> Path:
     """A hidden name beside `path` that says which process made it: `remove_left_over` finds it."""
     return path.with_name(f".{_short(path.stem)}.{owner_text()}-{secrets.token_hex(2)}.part")

@@ -23,7 +23,7 @@ import torch
 
 from wan_core.config import LoadOptions, OptionError, Request, UserError
 from wan_core.config.durable import SEAL, UNSEALED
-from wan_core.config.outputs import claim_of, make_claim, remove_left_over
+from wan_core.config.outputs import claim_of, is_written_here, make_claim, remove_left_over
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
 from wan_core.pipeline.check import check_request
@@ -156,6 +156,7 @@ class VideoList:
         self.is_finished, self.tell = is_finished, tell
         self.count, self.making = len(videos), 0
         self.claims: dict[int, Path] = {}  # line -> the claim of its name
+        self.others = list[ListedVideo]()  # whose names other runs have claimed
         self.lost_by: dict[int, list[str]] = {}
         self.outcome = Outcome()
         self.stopped = False
@@ -194,11 +195,10 @@ class VideoList:
         """Whether to make it now: nobody has made it, and no other run is writing it."""
         try:
             claim = make_claim(video.out)
-            if claim is None:
-                raise OptionError(
-                    f"another run is writing {video.out}, or was broken off on another host: then delete "
-                    f"{claim_of(video.out)}"
-                )
+            if claim is None:  # looked at again at the end
+                self.others.append(video)
+                self.changed.notify_all()
+                return False
             self.claims[video.line] = claim
             if not self.is_finished(video):
                 return True
@@ -257,8 +257,14 @@ class VideoList:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """No maker is left: what is waiting is made already, or not made."""
-        for video in self.waiting:
+        """No maker is left: what is waiting is made already, or not made. Where nothing failed, waits for what other
+        runs of this host are writing."""
+        for video in self.others:
+            if is_written_here(claim_of(video.out)) and not self.outcome.failed:
+                self.tell(f"waiting for another run, which is writing {video.out}")
+                while is_written_here(claim_of(video.out)):
+                    time.sleep(WAIT_SECONDS)
+        for video in (*self.others, *self.waiting):
             try:
                 finished = self.is_finished(video)
             except OptionError as fault:
@@ -266,8 +272,11 @@ class VideoList:
                 continue
             if finished:
                 self.outcome.elsewhere.append(video.line)
-            else:
+            elif video in self.waiting:
                 self.outcome.failed[video.line] = "no maker is left"
+            else:
+                claim = claim_of(video.out)
+                self._fail(video, f"another run is writing it, or was broken off: then delete {claim} if it is there")
 
     @contextmanager
     def _ended(self, video: ListedVideo) -> Iterator[None]:
