@@ -219,6 +219,12 @@ def test_every_mode_is_read(tmp_path, mode):
     assert error.max() < 0.02 or (mode == "1" and np.array_equal(loaded, loaded.round()))
 
 
+def test_a_picture_of_fractions_is_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 6), 0.5, np.float32)).save(tmp_path / "a.tiff")
+    with pytest.raises(OptionError, match="fractions"):
+        load_image(tmp_path / "a.tiff")
+
+
 @settings(shared_folder, max_examples=15)
 @given(size=st.tuples(st.integers(1, 60), st.integers(1, 60)), height=st.integers(1, 50), width=st.integers(1, 50))
 def test_resize_covers_and_crops_the_centre(tmp_path, size, height, width):

@@ -161,6 +161,18 @@ def test_outpainting_pads_the_video_and_keeps_what_it_shows(folder: Path) -> Non
 
 
 @torch.no_grad()
+def test_outpainting_pads_a_mask_of_another_size_as_the_video(folder: Path) -> None:
+    with Image.open(folder / "mask.png") as mask:
+        mask.resize((3 * WIDTH, 3 * HEIGHT), Image.Resampling.NEAREST).save(folder / "large.png")
+    pipe, masks = loaded(folder, "vace"), []
+    for name in ("mask.png", "large.png"):
+        asked = request(folder, control_video="video.mp4", mask=name, outpaint=(48, 0, 48, 0), width=144)
+        masks.append(pipe.encode(pipe.prepare(asked)).inputs["control"][0, 32:])
+    assert not masks[0][..., 6:9].any() and masks[0].mean() == (18 - 3) / 18
+    assert torch.equal(*masks)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
 def test_several_last_frames_of_vace_end_with_the_last(count: int) -> None:
     last, seen = torch.rand(1, 3, count, 32, 48), []

@@ -132,6 +132,9 @@ def open_picture(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
         with opened as picture:
             width, height = picture.size
             check_picture_size(width, height, str(path))
+            if picture.mode == "F":
+                raise OptionError(f"cannot read {path}: its pixels are fractions, and how bright 1 is is not known. "
+                                  "Save it with 8 or 16 bits.")  # fmt: skip
             _check_scans(Path(path), picture)
             yield picture
     except OptionError:

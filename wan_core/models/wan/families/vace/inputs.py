@@ -31,18 +31,20 @@ MASK_CHANNELS = 64  # the mask of a latent frame: 8 x 8 pixels of each latent
 
 def mask_of(request: Request, size: tuple[int, int], fps: int, frames: int) -> Pixels:
     """The mask of what changes, uint8 [F, H, W, 3] fitted to `size` (width, height): the request's, the border that it
-    asks for, or all."""
+    asks for, or all. The border is in pixels of the control video, which a mask may be smaller than."""
+    path = request.control_video
+    inner = None if request.outpaint is None or path is None else video_facts(path)[:2]
 
     def fit(frame: Pixels) -> Pixels:
+        frame = frame if inner is None else fit_covering(frame, inner)
         return fit_covering(padded(frame, request.outpaint, WHITE), size)
 
     if request.mask is not None and is_picture(request.mask):
         return fit(read_picture(request.mask))[None]
     if request.mask is not None:
         return read_fitted(request.mask, fps, frames, size, fit)
-    if request.outpaint is not None and request.control_video is not None:
-        width, height = video_facts(request.control_video)[:2]
-        return fit(np.zeros((height, width, 3), np.uint8))[None]
+    if inner is not None:
+        return fit(np.zeros((*inner[::-1], 3), np.uint8))[None]
     return np.full((1, size[1], size[0], 3), WHITE, np.uint8)
 
 
