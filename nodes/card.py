@@ -14,10 +14,12 @@ from torch import Tensor
 
 from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.config.changes import stamps
+from wan_core.config.checks import check_size
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.config.outputs import Outputs
 from wan_core.execution.report import Report
 from wan_core.media.video import load_image
+from wan_core.models.vae.config import VAE_21
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import MAX_STEPS, Plan
 from wan_lab.card import card_settings, card_size, make_card
@@ -26,7 +28,7 @@ from wan_lab.pictures import side_by_side
 from wan_lab.samples import Sample, choose_samples, drawn_media
 
 from . import host
-from .conditioning import WanCoreImageToVideo
+from .conditioning import WAN, WanCoreImageToVideo
 from .memory import ModelSocket
 from .plan_inputs import plan_of
 from .prompts import CLIP, WanCoreTextEncode
@@ -35,7 +37,7 @@ from .sampling import WanCoreSampler
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING, MODEL
 from .video import WanCoreVAEDecode
-from .video_inputs import MAX_FRAMES
+from .video_inputs import MAX_FRAMES, check_room
 
 
 class WanCoreCompare(io.ComfyNode):
@@ -87,6 +89,7 @@ class WanCoreCompare(io.ComfyNode):
         return io.NodeOutput(sheet, text, ui=ui.PreviewText(text))
 
 
+SIDE = 16  # of which all models' widths and heights are multiples
 OWN_SIZE = "0: {own}, of the embedded model its own."
 
 
@@ -135,6 +138,14 @@ class WanCoreReportCard(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        if width is not None and height is not None:
+            if bool(width) != bool(height):
+                raise OptionError(f"width {width} and height {height} given: set both, or leave both at 0")
+            check_size(width or SIDE, height or SIDE, frames or 1, multiple=SIDE)
+        return check_room(WAN, VAE_21, (width or None, height or None, frames or None), before_run=True)
+
+    @classmethod
     def execute(
         cls,
         model: ModelSocket,
@@ -152,8 +163,7 @@ class WanCoreReportCard(io.ComfyNode):
     ) -> io.NodeOutput:
         task = model.experts.task
         tiny = task.name.endswith("-tiny")
-        if bool(width) != bool(height):
-            raise OptionError(f"width {width} and height {height} given: set both, or leave both at 0")
+        cls.validate_inputs(width, height)  # what came through a link
         wide, high = card_size(task, width or None, height or None)
         if task.image == "channels" and image is None and not tiny:
             raise OptionError(f"{task.name} makes videos from an image: connect one")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.comfyui import ComfyUI, Graph
+from tests.comfyui import ComfyUI, Graph, Refused
 from tools.embedded_graphs import TINY, TINY_I2V, loaders, node
 
 pytestmark = pytest.mark.comfy
@@ -39,9 +39,18 @@ def test_a_card_of_text_and_of_an_image(comfy: ComfyUI, expert: str) -> None:
 
 
 def test_what_does_not_fit_the_model_is_refused(comfy: ComfyUI) -> None:
-    for changed, says in (({"width": 48, "height": 0}, "set both"), ({"width": 40, "height": 48}, "40")):
-        run = comfy.run(card(**changed))
-        assert not run.ok and says in run.message("execution_error")["exception_message"]
+    for changed, says in (
+        ({"width": 48, "height": 0}, "set both"),
+        ({"width": 40, "height": 48}, "size 40x48 given"),
+        ({"width": 0, "height": 0, "frames": 6}, "6 frames given"),
+        ({"width": 8192, "height": 8192, "frames": 4001}, "8192x8192 and 4001 frames take"),
+    ):
+        with pytest.raises(Refused) as refusal:  # before the prompt runs
+            comfy.run(card(**changed))
+        assert says in refusal.value.errors["card"]["errors"][0]["details"], refusal.value.errors
+    number = {"width": ["side", 0], "height": 48}  # known when the node runs
+    run = comfy.run({**card(**number), "side": node("PrimitiveInt", value=40)})
+    assert not run.ok and "40x48" in run.message("execution_error")["exception_message"]
 
 
 def test_a_card_that_was_interrupted_goes_on(comfy: ComfyUI) -> None:
