@@ -138,6 +138,16 @@ export function way(at) {
 
 export const maker = (at) => way(at).at(-1);
 
+// Whether a Wan VAE comes into a node that gives a VAE or anything, as a switch does: which one it gives is not known.
+export function mayGiveWan(at, seen = new Set()) {
+  seen.add(at.place.path + at.node.id);
+  return (at.node.inputs ?? []).some((_, slot) => {
+    const from = maker(at.place.origin(at.node, slot)), type = from?.node.outputs[from.slot]?.type;
+    if (!["VAE", "*"].includes(type) || seen.has(from.place.path + from.node.id)) return false;
+    return (type === "VAE" && from.place.texts(from.node).some(namesWan)) || mayGiveWan(from, seen);
+  });
+}
+
 // Whether a link may carry a MODEL. Switches and loops have slots of any type.
 const carries = (to, from) => to === "MODEL" || from === "MODEL" || (to === "*" && from === "*");
 

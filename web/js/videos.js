@@ -3,7 +3,7 @@
 //
 // The pair stays in the graph, muted: to take WanCore Decode to Video out again needs nothing but the graph.
 import {
-  INSIDE, NEVER, OUTSIDE, Place, is, isOn, linkInto, linksFrom, maker, namesWan, titleOf,
+  INSIDE, NEVER, OUTSIDE, Place, is, isOn, linkInto, linksFrom, maker, mayGiveWan, namesWan, titleOf,
 } from "./models.js";
 
 export const TO_VIDEO = "WanCoreDecodeToVideo";
@@ -54,7 +54,8 @@ export function videos(root) {
       const decode = create.type === "CreateVideo" && isOn(create) ? decoderOf(place.graph, create) : null;
       if (!decode || !isOn(decode)) continue;
       const vae = maker(place.begin(linkTo(place.graph, decode, "vae")));
-      const why = vae?.place.texts(vae.node).some(namesWan) ? refusal(place, decode, create) : "";
+      const unknown = vae && mayGiveWan(vae) ? `which VAE ${titleOf(vae.node)} gives is not known` : "";
+      const why = vae?.place.texts(vae.node).some(namesWan) ? refusal(place, decode, create) : unknown;
       if (why) left.add(`${titleOf(create)}: ${why}`);
       if (why !== null) refused.add(create);
       else pairs.set(create, { graph: place.graph, decode, create });

@@ -428,3 +428,30 @@ test("WanCore Decode to Video is placed where WanCore Accelerate VAE is behind t
   ]));
   assert.equal(pairs.length, 1);
 });
+
+test("a Wan VAE behind a switch is left, and the message says so", () => {
+  const vae = (id, file) => [id, "VAELoader", {}, ["VAE"], { texts: [file] }];
+  const chosen = (file, kind, more = []) => graph([
+    vae(1, file), vae(2, "ltx_vae.safetensors"),
+    [3, "Switch", { on: [1, 0, kind], off: [2, 0, kind] }, [kind]],
+    [4, "Any", { "": [3, 0, "*"] }, ["*"]],
+    [5, "WanImageToVideo", { vae: [4, 0, "VAE"] }, ["CONDITIONING", "LATENT"]],
+    [6, "VAEDecode", { samples: "LATENT", vae: [4, 0, "VAE"] }, ["IMAGE"]],
+    [7, "CreateVideo", { images: [6, 0, "IMAGE"] }, ["VIDEO"]],
+    [8, "SaveVideo", { video: [7, 0, "VIDEO"] }, []], ...more,
+  ]);
+  for (const kind of ["*", "VAE"]) {
+    const one = chosen("wan_2.1_vae.safetensors", kind);
+    assert.deepEqual([encoders(one).wires, pairs(videos(one))], [[], []]);
+    assert.equal(encoded(encoders(one)), "Left: which VAE Any 4 gives is not known: connect WanCore Accelerate VAE behind it by hand.");
+    assert.equal(streamed(videos(one)), "Left: CreateVideo 7: which VAE Any 4 gives is not known.");
+    const other = chosen("ltx_vae.safetensors", kind);
+    assert.deepEqual([encoded(encoders(other)), streamed(videos(other))], ["", ""]);
+  }
+  const by_hand = chosen("wan_2.1_vae.safetensors", "*", [
+    [9, "WanCoreAccelerateVAE", { vae: [4, 0, "VAE"] }, ["VAE"]],
+    [10, "WanImageToVideo", { vae: [9, 0, "VAE"] }, ["CONDITIONING", "LATENT"]],
+  ]);
+  by_hand.nodes.splice(4, 1);
+  assert.equal(encoded(encoders(by_hand)), "");
+});
