@@ -17,6 +17,7 @@ from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
+from wan_core.pipeline.comfy_conditioning import check_latents
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import beside_plan, check_fits, check_prepared, host_room, plan_host
@@ -86,8 +87,7 @@ class ModelSocket:
 
     def check(self, plan: Plan, shape: tuple[int, ...]) -> None:
         """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
-        if len(shape) != 5:
-            return  # refused by whatever reads the latents
+        check_latents(shape, self.experts.dit, self.experts.task.name)
         room = host.spare_bytes() if host.device().type == "cpu" else None
         check_fits(self.settings, replace(plan, latent_shape=shape), room)
         if plan.sparse is not None:

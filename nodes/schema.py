@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, get_origin, is_typeddict
 
 from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
+from torch import Tensor
 
 from wan_core.config import OptionError, check_choice
 from wan_core.config.table import Option, table
@@ -161,14 +162,33 @@ def check_socket(socket: Any, value: Any, runs: bool) -> None:
     kind = Mapping if is_typeddict(socket.Type) else get_origin(socket.Type) or socket.Type  # lazy sound of other packs
     attributes = ATTRIBUTES.get(socket.io_type, "__class__").split()
     fits = any(hasattr(value, name) for name in attributes) and (kind is Any or isinstance(value, kind))
+    fits = fits and (socket.io_type not in WHOLE or WHOLE[socket.io_type](value))
+    if isinstance(value, Tensor) and not len(value):
+        fits = fits and socket.id == "previous_frames"
     if not (runs and fits) and not (value is None and socket.optional):
         given = "nothing" if value is None else repr(value) if isinstance(value, (str, float)) else type(value).__name__
+        given = f"{given} of {list(value.shape)}" if isinstance(value, Tensor) else given
         raise OptionError(
             f"{socket.id} takes {socket.io_type.replace(',', ' or ')}, and {given:.60} was given: connect a node that "
             "gives it"
         )
 
 
+WHOLE: dict[str, Callable[[Any], bool]] = {
+    "IMAGE": lambda images: images.ndim == 4 and 0 not in images.shape[1:],
+    "MASK": lambda masks: 0 not in masks.shape,
+    "SIGMAS": lambda sigmas: sigmas.ndim == 1,
+    "LATENT": lambda latent: 0 not in getattr(latent.get("samples"), "shape", (0,)),
+    "AUDIO": lambda audio: (
+        0 not in getattr(audio.get("waveform"), "shape", (0,))[:1]
+        and isinstance(audio.get("sample_rate"), (int, float))
+    ),
+    "CONDITIONING": lambda entries: all(
+        isinstance(one, (list, tuple)) and len(one) == 2 and isinstance(one[0], Tensor) and isinstance(one[1], dict)
+        for one in entries
+    ),
+}
+"""By type of socket: whether an object has what nodes read of it. Frames before a clip may be none."""
 ATTRIBUTES = {
     "MODEL": "model_options",
     "WANCORE_MODEL,MODEL": "patchers model_options",

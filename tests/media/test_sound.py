@@ -112,3 +112,9 @@ def test_what_is_no_sound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sound_module, "MAX_SOUND", 1000)
     with pytest.raises(OptionError, match="more than 1000 samples"):
         read_sound(written(tmp_path / "long.wav", tone()))
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite(number: float) -> None:
+    with pytest.raises(OptionError, match="not finite"):
+        Sound(np.array([[0.0, number]], np.float32), RATE)

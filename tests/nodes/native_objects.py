@@ -62,15 +62,29 @@ def check_links(it: World) -> None:
         "CONDITIONING": [[torch.zeros(1), {}]],
         "AUDIO": types.MappingProxyType({"waveform": torch.zeros(1), "sample_rate": 1}),  # VideoHelperSuite's is lazy
         "AUDIO_ENCODER_OUTPUT": {},
-        **dict.fromkeys(("IMAGE", "MASK", "SIGMAS"), torch.zeros(1)),
+        "IMAGE": torch.zeros(1, 2, 2, 3),
+        "MASK": torch.zeros(2, 2),
+        "SIGMAS": torch.zeros(2),
     }
+    partial: dict[str, list[Any]] = {
+        "IMAGE": [torch.zeros(1, 0, 2, 3), torch.zeros(2, 2, 3)],
+        "MASK": [torch.zeros(0, 2, 2), torch.zeros(2, 0)],
+        "SIGMAS": [torch.zeros(2, 2)],
+        "LATENT": [{}, {"samples": None}, {"samples": torch.zeros(0, 16, 1, 2, 2)}],
+        "AUDIO": [{}, {"waveform": None, "sample_rate": 1}, {"waveform": torch.zeros(1, 2, 9), "sample_rate": "x"},
+                  {"waveform": torch.zeros(0, 2, 9), "sample_rate": 1}],
+        "CONDITIONING": [[3], [[torch.zeros(1)]], [[torch.zeros(1), None]], [[None, {}]]],
+    }  # fmt: skip
     for node, one in sockets(it):
         for wrong in WRONG:
             said = refused(node.execute, **{one.id: wrong})
-            fits = isinstance(right.get(one.io_type), type(wrong)) or (
-                one.io_type == "AUDIO" and isinstance(wrong, dict)
-            )
+            fits = isinstance(right.get(one.io_type), type(wrong)) and one.io_type not in ("LATENT", "AUDIO")
             assert fits or f"{one.id} takes " in said, (node, one.id, wrong, said)
+        for wrong in partial.get(one.io_type, []):
+            assert f"{one.id} takes " in refused(node.execute, **{one.id: wrong}), (node, one.id, wrong)
+        if one.io_type == "IMAGE":  # none before the first clip
+            said = refused(node.execute, **{one.id: torch.zeros(0, 2, 2, 3)})
+            assert (f"{one.id} takes " in said) is (one.id != "previous_frames"), (node, one.id, said)
         nothing = refused(node.execute, **{one.id: None})
         assert one.optional or (f"{one.id} takes " in nothing and "nothing was given" in nothing), (node, one.id)
         if one.io_type in right:

@@ -154,3 +154,11 @@ def test_constants_for_sockets(comfy: ComfyUI) -> None:
             comfy.run(nodes)
         [(where, one)] = refusal.value.errors.items()
         assert where == name and f"{socket} takes {takes}, and 'abc' was given" in one["errors"][0]["details"], one
+
+
+@pytest.mark.parametrize("width", [24, 40])
+def test_latents_that_patches_do_not_fill(comfy: ComfyUI, width: int) -> None:
+    """ComfyUI's page rounds the width; over its API any is taken."""
+    nodes = small()
+    nodes["size"] = node("EmptyHunyuanLatentVideo", width=width, height=48, length=5, batch_size=1)
+    assert "multiples of 1 x 2 x 2" in refused(comfy.run(nodes))

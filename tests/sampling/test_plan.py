@@ -131,6 +131,7 @@ def test_one_transformer_has_a_second_guidance_below_a_boundary():
         {"steps": 0},
         {"steps": 1001},
         {"shift": 0},
+        {"shift": 1e-308},
         {"shift": float("nan")},
         {"boundary": 1.5},
         {"boundary": float("nan")},

@@ -39,6 +39,8 @@ class Sound:
                 f"the audio is {self.samples.dtype} {list(self.samples.shape)}; float32 [channels, samples] with one "
                 f"or two channels is needed"
             )
+        if not np.isfinite(self.samples).all():
+            raise OptionError("the audio holds numbers that are not finite: another node made them, or leave it out")
         if not RATES[0] <= self.rate <= RATES[1]:
             raise OptionError(f"audio of {self.rate} samples per second cannot be written; use 8000 to 96000")
 

@@ -68,7 +68,7 @@ def join(
     family = family_of(task)
     if plan.sparse is not None:
         check_sparse(task)
-    check_channels(latent["samples"], dit, task.name)
+    check_latents(latent["samples"].shape, dit, task.name)
     sockets = (positive, "positive"), (negative, "negative")
     for entries, name in sockets:
         for _, extras in entries:
@@ -225,12 +225,17 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other
 
 
-def check_channels(samples: Tensor, dit: DiTConfig, task: str) -> None:
-    """Raise OptionError unless these are latents of the model's channels."""
-    if samples.ndim != 5 or samples.shape[1] != dit.out_channels:
+def check_latents(shape: Sequence[int], dit: DiTConfig, task: str) -> None:
+    """Raise OptionError unless these are latents of the model's channels that patches fill."""
+    if len(shape) != 5 or shape[1] != dit.out_channels:
         raise OptionError(
-            f"latents of {list(samples.shape)} given; {task} needs [batch, {dit.out_channels}, frames, rows, columns]: "
+            f"latents of {list(shape)} given; {task} needs [batch, {dit.out_channels}, frames, rows, columns]: "
             "choose the latent type and the VAE that belong to the model"
+        )
+    if any(size % patch for size, patch in zip(shape[2:], dit.patch_size, strict=True)):
+        raise OptionError(
+            f"latents of {list(shape)} given; {task} takes frames, rows and columns that are multiples of "
+            f"{' x '.join(map(str, dit.patch_size))}: choose a width and a height that WanCore Empty Latent takes"
         )
 
 

@@ -317,8 +317,8 @@ def _schedule(
 def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:
     check_choice("solver", solver, tuple(SCHEDULES))
     check_range("steps", steps, 1, MAX_STEPS)
-    if not 0 < shift <= 1000:
-        raise OptionError(f"shift {shift} given; it must be above 0 and at most 1000 (Wan uses 3 to 12)")
+    if not 1e-6 <= shift <= 1000:  # a smaller one divides by 0
+        raise OptionError(f"shift {shift} given; it must be from 0.000001 to 1000 (Wan uses 3 to 12)")
     check_range("boundary", boundary, 0, 1, "a share of the noise, 0.875 for text-to-video")
     for expert, value in guidance.items():
         check_range(f"{expert}-noise guidance", value, 0, 100, "1 turns it off")
