@@ -154,7 +154,7 @@ def conditioned(
         if images is not None
     }
     media["audio"] = features_until(states, driving)[..., driving.first :]
-    return comfy_extras(video.encode, media, clip)
+    return comfy_extras(video.encode, media, clip, VAE_21)
 
 
 def cut(audio: dict[str, Any] | None, frames: int) -> dict[str, Any] | None:

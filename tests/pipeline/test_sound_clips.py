@@ -133,7 +133,7 @@ def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -
     media_of_clip = clip_media(run, clip, media, pixels)
     expected = condition(run, clip, media_of_clip, encode_text(run))
     vae = pipe.models.vae()
-    extras, lead = comfy_extras(vae.encode, media_of_clip, clip)
+    extras, lead = comfy_extras(vae.encode, media_of_clip, clip, vae.config)
     latent = {"samples": torch.zeros(run.job.clip_shape(clip))}
     read = FAMILIES["s2v"].read_conditioning(run.job.task, vae.config, extras, latent)
     assert read["inputs"].keys() == expected.inputs.keys() >= {"audio", "reference", "pose"}
@@ -141,6 +141,10 @@ def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -
         torch.testing.assert_close(read["inputs"][name], value)
     torch.testing.assert_close(lead, media_of_clip["lead"])
     assert (pixels is None) == ("motion" not in expected.inputs) and not expected.uncond_inputs["audio"].any()
+    without = {name: one for name, one in media_of_clip.items() if name != "pose_video"}
+    extras, _ = comfy_extras(vae.encode, without, clip, vae.config)
+    nothing = FAMILIES["s2v"].read_conditioning(run.job.task, vae.config, extras, latent)["inputs"]["pose"]
+    assert nothing.shape == expected.inputs["pose"].shape and nothing.abs().max() < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths

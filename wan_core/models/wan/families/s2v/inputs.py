@@ -83,16 +83,20 @@ def pose_latents(encode: Callable[[Tensor], Tensor], video: Tensor) -> Tensor:
 
 
 def comfy_extras(
-    encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip
+    encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip, vae: VAEConfig
 ) -> tuple[dict[str, Any], Tensor]:
     """The media of a clip as ComfyUI's CONDITIONING carries them, and the latents that are decoded before the clip.
-    encode: [1, 3, F, H, W] in -1..1 -> un-normalised latents."""
+    encode: [1, 3, F, H, W] in -1..1 -> un-normalised latents. No pose is latents of zeros, as in training: without them
+    ComfyUI's model leaves out what the encoder of poses adds."""
     lead = encode(media["carried"] if clip.number else media["reference"])
     extras: dict[str, Any] = {"audio_embed": media["audio"], "reference_latents": [lead]}
     if clip.number:
         extras |= {"reference_latents": [encode(media["reference"])], "reference_motion": lead}
     if "pose_video" in media:
         extras["control_video"] = pose_latents(encode, media["pose_video"])
+    else:
+        shape = 1, vae.z_dim, media["audio"].shape[3] // AUDIO_FRAMES, *lead.shape[3:]
+        extras["control_video"] = vae.denormalise(lead.new_zeros(shape))
     return extras, lead
 
 
