@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from comfy.patcher_extension import WrappersMP
 from torch.overrides import BaseTorchFunctionMode
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.models.wan.families import NAG, PROMPTS
 from wan_core.ops.cards import capability, card_of
 from wan_core.sampling.native.attention import NativeAttention, name_of, qualified
 from wan_core.sampling.native.run import WARNING, NativeRun
@@ -125,6 +126,21 @@ def check_step_cache(options: Mapping[str, Any]) -> None:
             f"{other} and WanCore's step cache are on one model: remove {other}, or set cache to 'off' and disconnect "
             "the WanCore cache"
         )
+
+
+def check_conditions(conditions: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raises OptionError for what WanCore's nodes put on a prompt and ComfyUI's samplers would leave out. conditions:
+    of each prompt, by its name."""
+    entries = [entry for several in conditions.values() for entry in several]
+    for key, node in ((NAG, "WanCore NAG"), (PROMPTS, "WanCore Prompts over Time")):
+        given = [entry[key] for entry in entries if entry.get(key) is not None]
+        if key == PROMPTS:
+            given = [one for one in given if len(one["starts"]) > 1]
+        if given:
+            raise OptionError(
+                f"a prompt comes from {node}, which ComfyUI's own samplers do not read: use WanCore from MODEL and "
+                "WanCore Sampler, or leave that node out"
+            )
 
 
 def words_before(patcher: ModelPatcher) -> list[str]:

@@ -38,7 +38,16 @@ from wan_core.sampling.sparsity.schedule import attention_share, with_costs
 from wan_core.sampling.steps import Branch
 
 from .native import checkpoint_of, compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
-from .native_beside import OVERRIDE, check_sparse, check_step_cache, is_compiled, pause, split_earlier, words_after
+from .native_beside import (
+    OVERRIDE,
+    check_conditions,
+    check_sparse,
+    check_step_cache,
+    is_compiled,
+    pause,
+    split_earlier,
+    words_after,
+)
 from .native_cache import CachedRun
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import running
@@ -124,6 +133,7 @@ class Accelerated:
         **kwargs: Any,
     ) -> Any:
         guider = executor.class_obj
+        check_conditions(guider.conds)
         hooks = guider.model_options["transformer_options"]  # this run's own copy
         planned = partial(self._planned, guider, sampler, sigmas.tolist(), denoise_mask is not None)
         run, plan = self._begin(guider, planned, sigmas.tolist(), noise.shape)

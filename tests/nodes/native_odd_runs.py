@@ -76,6 +76,24 @@ def check_rising(it: World) -> None:
             assert ("sigmas do not fall" if sigmas[1:] else "the sampler has no step") in said, said
 
 
+def check_prompts_that_no_sampler_of_comfyui_reads(it: World) -> None:
+    """They are refused, and not sampled as if they were plain ones; one prompt for the whole video is one."""
+    from wan_core.config import NagOptions, OptionError, SkipOptions
+    from wan_core.models.wan.families import NAG, PROMPTS
+
+    fast = it.accelerate(world.tiny("WAN21_T2V"), "comfyui", SkipOptions(), it.said.append)
+    plain = world.sample(fast, {}, SIZE)
+    whole = {PROMPTS: {"starts": [0], "tokens": [3, 6]}}
+    close(world.sample(fast, {**whole, NAG: None}, SIZE), plain)
+    for extra in ({NAG: NagOptions()}, {PROMPTS: {"starts": [0, 4], "tokens": [3, 4, 6]}}):
+        said = ""
+        try:
+            world.sample(fast, extra, SIZE)
+        except OptionError as fault:
+            said = str(fault)
+        assert "use WanCore from MODEL and WanCore Sampler" in said, extra
+
+
 def check_counts(it: World) -> None:
     """The plan preview counts the forwards that run, of samplers that evaluate once a step, at cfg 3 and 1, with a
     cache and without. NAG runs the negative prompt at cfg 1 too."""
