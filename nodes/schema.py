@@ -163,7 +163,7 @@ def check_socket(socket: Any, value: Any, runs: bool) -> None:
     attributes = ATTRIBUTES.get(socket.io_type, "__class__").split()
     fits = any(hasattr(value, name) for name in attributes) and (kind is Any or isinstance(value, kind))
     fits = fits and (socket.io_type not in WHOLE or WHOLE[socket.io_type](value))
-    if isinstance(value, Tensor) and not len(value):
+    if isinstance(value, Tensor) and value.shape[:1] == (0,):
         fits = fits and socket.id == "previous_frames"
     if not (runs and fits) and not (value is None and socket.optional):
         given = "nothing" if value is None else repr(value) if isinstance(value, (str, float)) else type(value).__name__
