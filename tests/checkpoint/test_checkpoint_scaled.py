@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from wan_core.checkpoint.lora.merge import Change, Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
+from wan_core.cli.inspect import inspect
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TECurrentLinear
-from wan_core.pipeline.settings import holding
+from wan_core.pipeline.settings import holding, precision_of
 from wan_core.pipeline.sources import TINY, recognise
 
 CPU = torch.device("cpu")
@@ -263,3 +265,33 @@ def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> N
     parameters = sum(p.nbytes for p in packed.parameters())
     assert abs(part.bytes(torch.float32, Quantization(PackedLinear, CPU)) - parameters) <= 4 * len(linears)
     assert holding(part, None, True, CPU) is not None and holding(part, None, False, CPU) is None
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize(("spelling", "asks"), [("scale_weight", 0), ("scale_weight", 2), ("weight_scale", 1)])
+def test_a_file_that_asks_for_products_in_16_bits_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, spelling: str, asks: int
+) -> None:
+    """Of the published experts some ask so: by two numbers of `scaled_fp8`, or in a matrix's description. ComfyUI
+    multiplies their weights in 16 bits."""
+    state, _ = scaled("number", spelling, prefix)
+    if spelling == "scale_weight":
+        state[f"{prefix}scaled_fp8"] = torch.zeros(asks).to(FP8)
+        if prefix:
+            del state["scaled_fp8"]
+    else:
+        last = [name for name in state if name.endswith(".comfy_quant")][-1]
+        text = json.dumps({"format": "float8_e4m3fn", "full_precision_matrix_mult": True}).encode()
+        state[last] = torch.tensor(list(text), dtype=torch.uint8)
+    write_safetensors(state, tmp_path / "scaled.safetensors", {})
+    part = recognise(tmp_path / "scaled.safetensors", "dit", load_dit)
+    other = replace(part, wide=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cuda = torch.device("cuda")
+    for pair in ((part, None), (part, other), (other, part)):
+        precision, why = precision_of("checkpoint", pair[0], cuda, pair[1])
+        assert (precision, "16 bits" in why) == (("fp8-weights", True) if asks else ("fp8", False))
+    assert precision_of("fp8", part, cuda) == ("fp8", "")
+    about = inspect(tmp_path / "scaled.safetensors")["scaled"]
+    assert ("16 bits" in about) == bool(asks)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.denoised import denoise
 from wan_core.config import NagOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_22
-from wan_core.models.wan.families import NAG
-from wan_core.pipeline.comfy_conditioning import first_latents, join
+from wan_core.models.wan.families import NAG, family_of
+from wan_core.pipeline.comfy_conditioning import first_latents, join, read_texts
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
@@ -45,6 +45,16 @@ def ranged(seed: int, experts: Parts, start: float, end: float, **extras: Any) -
 
 def plan_of(steps: int = 6, **numbers: Any) -> Plan:
     return make_plan(task="t2v-tiny", steps=steps, **numbers)
+
+
+@pytest.mark.parametrize("cut", [0, 3])
+def test_rows_of_zeros_behind_the_models_own_are_no_text(experts: Parts, cut: int) -> None:
+    """A text encoder fills a text to 512 rows; the embedded model attends to fewer. More text stays."""
+    length = experts.dit.text_len
+    [[rows, extras]] = [text(1, experts, rows=length + cut)]
+    filled = [torch.nn.functional.pad(rows, (0, 0, 0, 512 - len(rows[0]))), extras]
+    [read] = read_texts([filled], "positive", experts.dit, family_of(experts.task)).rows
+    assert torch.equal(read, filled[0] if cut else rows) and length < 512
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan

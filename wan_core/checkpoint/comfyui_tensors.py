@@ -43,6 +43,7 @@ OPTIONAL = {"asym_w4a8_int8": ("weight_codebook",)}
 METADATA_KEY = "_quantization_metadata"
 DESCRIPTION = "comfy_quant"
 SCALED = ("float8_e4m3fn", "float8_e5m2")
+WIDE = "full_precision_matrix_mult"  # of a description: products are of high precision
 PARTS = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), **INTEGER_PARTS}
 """Packed format -> its parts beside `weight`."""
 KNOWN = (*SCALED, *PARTS)
@@ -133,7 +134,7 @@ def described_format(entry: Mapping[str, object]) -> IntegerFormat:
         rotation,
         group if name == "asym_w4a8_int8" else 0,
         int4=name == "convrot_w4a4" and inputs == "int4",
-        wide=bool(parameters.get("full_precision_matrix_mult", False)),
+        wide=bool(parameters.get(WIDE, False)),
     )
 
 

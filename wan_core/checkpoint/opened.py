@@ -101,7 +101,8 @@ class Checkpoint:
     `path` is the file or folder (None for a state dict). `parts`: packed tensor -> what it consists of, as plain
     tensors that `read` gives too, named by `part_name`. `tokenizer` makes the SentencePiece model from the metadata,
     where it has one (GGUF). `places`: file and offset of the tensors and parts whose bytes lie in a file as they are.
-    `readers`: who reads these tensors together with this process.
+    `readers`: who reads these tensors together with this process. `wide`: it asks for products in 16 bits, though its
+    matrices are in FP8.
     """
 
     where: str
@@ -113,6 +114,7 @@ class Checkpoint:
     places: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
     readers: Readers | None = None
     parts: Mapping[str, Mapping[str, TensorInfo]] = field(default_factory=dict)
+    wide: bool = False
 
     def read(self, name: str) -> Tensor:
         """The tensor `name` with the dtype and shape of the file; of a packed one, the dequantised numbers.

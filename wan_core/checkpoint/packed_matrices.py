@@ -18,6 +18,8 @@ from wan_core.checkpoint.comfyui_tensors import (
     DESCRIPTION,
     OPTIONAL,
     PARTS,
+    SCALED,
+    WIDE,
     described_format,
     descriptions,
     is_preference,
@@ -29,7 +31,10 @@ from wan_core.ops.quant.mx import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS
 
 _SCALES = ("scale_weight", "weight_scale")  # of FP8
-_UNUSED = ("scale_input", "input_scale", "scaled_fp8", DESCRIPTION)
+MARKER = (
+    "scaled_fp8"  # of files with scales; with two numbers it asks for products in 16 bits, as WIDE does of a matrix
+)
+_UNUSED = ("scale_input", "input_scale", MARKER, DESCRIPTION)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTE = (torch.uint8, torch.int8)
 _SCALED = "a checkpoint with scaled (quantised) weights"
@@ -45,12 +50,15 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
             "it holds no weights, only which attention ComfyUI should use; here the option attention decides: leave "
             "the file out"
         )
-    for module, entry in descriptions(checkpoint).items():
+    described = descriptions(checkpoint)
+    wide = any(name.rpartition(".")[2] == MARKER and info.shape == (2,) for name, info in checkpoint.tensors.items())
+    wide = wide or any(entry["format"] in SCALED and entry.get(WIDE) for entry in described.values())
+    for module, entry in described.items():
         if entry["format"] in PARTS:
             file.pack_described(module, entry)
     file.pack_scaled()
     if not file.parts:
-        return replace(checkpoint, tensors=file.tensors)
+        return replace(checkpoint, tensors=file.tensors, wide=wide)
     names, places = file.sources, checkpoint.places
     moved = {part: places[name] for part, name in names.items() if name in places}
     return replace(
@@ -59,6 +67,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         reader=lambda name: checkpoint.reader(names.get(name) or name),
         places={name: at for name, at in places.items() if name not in file.parts} | moved,
         parts={**checkpoint.parts, **file.parts},
+        wide=wide,
     )
 
 

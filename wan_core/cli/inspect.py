@@ -104,7 +104,7 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     about: dict[str, Any] = {"kind": KINDS[model.kind], "layout": model.layout}
     about["parameters"] = sum(prod(checkpoint.tensors[name].shape) for name in model.names.values())
     if scaled := sum(info.packing == "fp8" for info in checkpoint.tensors.values()):
-        about["scaled"] = f"{scaled} FP8 matrices with scales"
+        about["scaled"] = f"{scaled} FP8 matrices with scales" + ", for products in 16 bits" * checkpoint.wide
     if isinstance(config, DiTConfig):
         if path.parent.resolve() == TINY.resolve():
             about["family"] = "the embedded model"

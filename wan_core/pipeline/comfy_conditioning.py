@@ -167,6 +167,8 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
                 f"`{name}` has text of {list(one.shape)}; this model takes [1, {dit.text_len}, {dit.text_dim}]: encode "
                 "it with the text encoder that belongs to the model (UMT5)"
             )
+    # Rows of zeros behind those that the model was trained with fill the text of another length.
+    rows = [one if one[:, dit.text_len :].any() else one[:, : dit.text_len] for one in rows]
     ranges = [TextRange.of(extras) for extras in everything]
     if len(rows) > 1 and any(len(one) != 1 for one in rows):
         raise OptionError(f"`{name}` changes its text during the run, and has several texts at once: encode one each")

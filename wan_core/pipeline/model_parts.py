@@ -71,6 +71,7 @@ class Part:
     parameters: int
     load: Loader
     scaled: bool = False  # stored in FP8 with scales
+    wide: bool = False  # its file asks for products in 16 bits all the same
     path: Path | None = None  # of its file or folder
     memory: Checkpoint | None = None  # the weights of another program's model, where no file is known
     metadata: Mapping[str, str] = field(default_factory=dict)  # of its file

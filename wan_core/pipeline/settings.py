@@ -257,7 +257,7 @@ def precision_of(precision: str, part: Part, device: torch.device, other: Part |
     """The precision of a transformer, and why, if that needs a word: what "checkpoint" means, any other is itself.
 
     A packed file, or one whose `other` expert is packed, stays packed; INT8 is encoded as FP8 on cards where that is
-    faster. On a GPU, a file in FP8 with scales is used as it is."""
+    faster. On a GPU, a file in FP8 with scales is used as it is, and multiplied in 16 bits where one asks for that."""
     if precision != "checkpoint":
         return precision, ""
     packed = [one.packed.fmt for one in (part, other) if one is not None and one.packed is not None]
@@ -268,7 +268,11 @@ def precision_of(precision: str, part: Part, device: torch.device, other: Part |
         return ("fp8" if reencode and SCHEMES["fp8"].why_not(device) is None else PACKED), why
     if not part.scaled or device.type != "cuda":
         return "checkpoint", ""
-    return ("fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"), ""
+    if SCHEMES["fp8"].why_not(device) is not None:
+        return "fp8-weights", ""
+    if part.wide or (other is not None and other.wide):
+        return "fp8-weights", "its file asks for products in 16 bits; precision fp8 is faster and rounds more"
+    return "fp8", ""
 
 
 def holding(part: Part, quantization: Quantization | None, stored: bool, device: torch.device) -> Quantization | None:

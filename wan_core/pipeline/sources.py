@@ -244,6 +244,7 @@ def recognise(
         metadata=checkpoint.metadata,
         stored_bytes=sum(info.nbytes for info in infos),
         scaled=any(info.packing == "fp8" for info in infos),
+        wide=checkpoint.wide,
         packed=packed_size(detected, matrices),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
