@@ -272,8 +272,7 @@ def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> N
 def test_a_file_that_asks_for_products_in_16_bits_gets_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, spelling: str, asks: int
 ) -> None:
-    """Some published experts ask so, by two numbers of `scaled_fp8` or in a matrix's description, and ComfyUI multiplies
-    their weights in 16 bits."""
+    """Some published experts ask so, by two numbers of `scaled_fp8` or in a matrix's description, and ComfyUI obeys."""
     state, _ = scaled("number", spelling, prefix)
     if spelling == "scale_weight":
         state[f"{prefix}scaled_fp8"] = torch.zeros(asks).to(FP8)
