@@ -100,7 +100,7 @@ def test_inspect_and_plan_of_folders(tmp_path: Path, capsys) -> None:
         (tmp_path / "release").mkdir(exist_ok=True)
         shutil.copy(TINY / f"{source}.safetensors", tmp_path / "release" / f"{name}.safetensors")
     assert main(["inspect", str(tmp_path / "release")]) == 1  # without a VAE
-    assert "problem: no VAE given or found" in capsys.readouterr().out
+    assert f"generate --model {tmp_path / 'release'}: no VAE given or found" in capsys.readouterr().out
     shutil.copy(TINY / "vae.safetensors", tmp_path / "release" / "vae.safetensors")
     assert main(["inspect", str(tmp_path / "release")]) == 0
     lines = capsys.readouterr().out.splitlines()
