@@ -47,13 +47,13 @@ CONTRAST = 0.1
 several times as long as for a video that moves."""
 
 
-def write_files(models: Path, device: torch.device, task: str, layers: int | None = None) -> None:
+def write_files(models: Path, device: torch.device, task: str, layers: int | None = None, wide: bool = False) -> None:
     """The files of a models folder that the template of `task` (i2v or t2v) reads, and pictures to begin with beside
     it. On a GPU with room all are made at once: most of the time goes into copying."""
     cuda = device.type == "cuda"
     at_once = cuda and torch.cuda.get_device_properties(device).total_memory > AT_ONCE
     with ThreadPoolExecutor(4 if at_once else 1) as pool:
-        tasks = [pool.submit(write_expert, models, task, expert, device, layers) for expert in EXPERTS]
+        tasks = [pool.submit(write_expert, models, task, expert, device, layers, wide) for expert in EXPERTS]
         tasks += [pool.submit(write_loras, models, task, device), pool.submit(write_vae, models, device)]
         tasks += [pool.submit(write_text_encoder, models, device)] if cuda else []
         for one in tasks:
@@ -64,18 +64,20 @@ def write_files(models: Path, device: torch.device, task: str, layers: int | Non
         os.sync()
 
 
-def expert_file(task: str, expert: str, layers: int | None) -> str:
-    """The name of an expert's file. task: i2v or t2v."""
-    fewer = "" if layers is None else f"_{layers}_blocks"
-    return f"wan2.2_{task}_{expert}_noise_14B_fp8_scaled{fewer}.safetensors"
+def expert_file(task: str, expert: str, layers: int | None, wide: bool = False) -> str:
+    """The name of an expert's file. task: i2v or t2v. wide: it asks for products in 16 bits."""
+    more = ("" if layers is None else f"_{layers}_blocks") + "_wide" * wide
+    return f"wan2.2_{task}_{expert}_noise_14B_fp8_scaled{more}.safetensors"
 
 
 def lora_file(task: str, expert: str) -> str:
     return f"wan2.2_{task}_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
 
 
-def write_expert(models: Path, task: str, expert: str, device: torch.device, layers: int | None) -> None:
-    path = models / "diffusion_models" / expert_file(task, expert, layers)
+def write_expert(
+    models: Path, task: str, expert: str, device: torch.device, layers: int | None, wide: bool = False
+) -> None:
+    path = models / "diffusion_models" / expert_file(task, expert, layers, wide)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return
@@ -84,7 +86,7 @@ def write_expert(models: Path, task: str, expert: str, device: torch.device, lay
     module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))
     assert isinstance(module, WanModel)
     values = {name: value.detach() for name, value in module.named_parameters()}
-    write_file(as_fp8(values, config.quantized_names()), path, metadata_of(module))
+    write_file(as_fp8(values, config.quantized_names(), wide), path, metadata_of(module))
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -189,14 +191,15 @@ def write_images(base: Path, side: int = 640) -> None:
         Image.fromarray((pixels * 255).byte().numpy()).save(folder / name)
 
 
-def as_fp8(values: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+def as_fp8(values: dict[str, Tensor], names: Iterable[str], wide: bool = False) -> dict[str, Tensor]:
     """`values` with the weights of the linears `names` as e4m3, a scale for each, in the spelling of the files of
-    2025: `X.scale_weight`, and a marker without numbers, which lets ComfyUI multiply in FP8."""
+    2025: `X.scale_weight`, and a marker, which lets ComfyUI multiply in FP8 if it has no numbers, and asks for products
+    in 16 bits if it has two (wide)."""
     found = dict(values)
     for name in names:
         weight = values[f"{name}.weight"]
         scale = weight.abs().amax().float() / FP8_MAX
         found[f"{name}.weight"] = (weight.float() / scale).to(torch.float8_e4m3fn)
         found[f"{name}.scale_weight"] = scale
-    found["scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    found["scaled_fp8"] = torch.zeros(2 if wide else 0).to(torch.float8_e4m3fn)
     return found

@@ -23,7 +23,8 @@ PROMPT = "The white dragon warrior stands still, eyes full of determination. The
 
 @dataclass(frozen=True)
 class Job:
-    """What the template of `task` (i2v or t2v) makes. four_steps: its switch."""
+    """What the template of `task` (i2v or t2v) makes. four_steps: its switch. wide: its files ask for products in 16
+    bits."""
 
     task: str = "i2v"
     width: int = 640
@@ -31,6 +32,7 @@ class Job:
     frames: int = 81
     four_steps: bool = True
     layers: int | None = None
+    wide: bool = False
     seed: int = 1
     prompt: str = PROMPT
     image: str = IMAGES[0]
@@ -70,7 +72,9 @@ def native_graph(
     both |= conditions
     for expert, latent, begin, end in (("high", empty, 0, half), ("low", ["samplers.high", 0], half, 10000)):
         model, first = f"loaders.{expert}", "enable" if expert == "high" else "disable"
-        graph[model] = node("UNETLoader", unet_name=expert_file(job.task, expert, job.layers), weight_dtype="default")
+        graph[model] = node(
+            "UNETLoader", unet_name=expert_file(job.task, expert, job.layers, job.wide), weight_dtype="default"
+        )
         lora = {"lora_name": lora_file(job.task, expert), "strength_model": 1.0}
         for name, kind, inputs in (
             ("lora", "LoraLoaderModelOnly", lora if job.four_steps else None),
@@ -145,7 +149,7 @@ def begun(job: Job, negative: tuple[str, int] = ("text.negative", 0)) -> tuple[d
 def our_graph(job: Job, attention: str = "auto", devices: str | None = None, **sampler: Any) -> Graph:
     """The same video with our nodes. devices: of WanCore Launcher; None: there is none. sampler: more inputs of the
     sampler."""
-    files = {expert: expert_file(job.task, expert, job.layers) for expert in EXPERTS}
+    files = {expert: expert_file(job.task, expert, job.layers, job.wide) for expert in EXPERTS}
     model = {"precision": "checkpoint", "attention": attention, "residency": "auto", "compile": "off", "keep_blocks": 0}
     graph: Graph = {
         "loaders.model": node("WanCoreModelLoader", **files, **model, lora_mode="auto"),

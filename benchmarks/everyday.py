@@ -18,6 +18,7 @@ Rows (`--setup`), by name: "native ..." are ComfyUI's own nodes, "ours ..." this
 rounding, "cudnn-fp8" attends in FP8, and so do the words of `speed` (careful, balanced, fast). With `--gpus N` there
 are sides for N GPUs: ours with WanCore Launcher, the template as the page's command *run this workflow on all GPUs*
 changes it, and ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance branch to each GPU.
+With `--wide` the experts' files ask for products in 16 bits, as some published ones do.
 On a CPU everything is small (`comfy_small`): what runs there is the code, not the work.
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
@@ -107,10 +108,10 @@ def everyday_rows(
     with server_files(options.scratch) as base:
         for size in sizes:
             width, height, frames = parse_size(size)
-            job = Job(width=width, height=height, frames=frames, layers=options.layers)
+            job = Job(width=width, height=height, frames=frames, layers=options.layers, wide=options.wide)
             for part in options.setting or EVERYDAY_PARTS:
                 job = replace(job, task="t2v" if part == "t2v" else "i2v")
-                write_files(base / "models", device, job.task, job.layers)
+                write_files(base / "models", device, job.task, job.layers, job.wide)
                 chosen = [sides[name] for name in options.setup or sides]
                 yield from part_rows(part, base, device, chosen, job, options)
 

@@ -155,6 +155,7 @@ JOBS: tuple[Job, ...] = (
     suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
     # b. ComfyUI's own template as it is, with our node, and with our sampler
     everyday("on-640", 500, SQUARE, "on", *DOOR),
+    everyday("on-640-wide", 660, SQUARE, "on", *DOOR, more="--wide"),
     everyday("fresh-640", 400, SQUARE, "fresh", "native", KITCHEN, EXACT, OUR_EXACT),
     everyday("on-720", 1320, HD, "on", *DOOR),
     everyday("fresh-720", 840, HD, "fresh", "native", KITCHEN, EXACT),

@@ -50,7 +50,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "gpus", "scratch"),
+        takes=("setting", "setup", "layers", "wide", "runs", "steps", "gpus", "scratch"),
         parts=tuple(EVERYDAY_PARTS),
     ),
     "templates": Suite(
@@ -102,6 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "/compile after it; repeatable (default: all rows)",
     },
     "layers": {"type": int, "help": "only this many blocks (to measure on less memory, or sooner)"},
+    "wide": {"action": "store_true", "help": "FP8 files that ask for products in 16 bits, as some published ones do"},
     "runs": {"type": int, "help": "timed runs after one that is not counted (default 3)"},
     "gpus": {"type": int, "help": "how many GPUs (default 1)"},
     "steps": {"type": int, "help": "steps of the part `off` (default 20)"},

@@ -47,6 +47,7 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
     largest = (scaled["a.weight"].float() * scaled["a.scale_weight"]).abs().max()
     assert largest == pytest.approx(float(weight.abs().max()), rel=1e-6)
     assert scaled["b.weight"] is weight and scaled["scaled_fp8"].numel() == 0
+    assert as_fp8({"a.weight": weight}, ["a"], wide=True)["scaled_fp8"].numel() == 2
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False)])
