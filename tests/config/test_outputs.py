@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wan_core.config import OptionError
-from wan_core.config import outputs as outputs_module
+from wan_core.config import OptionError, owners
 from wan_core.config.outputs import Outputs, numbered, remove_left_over, write_text, written_beside
 
 
@@ -124,7 +123,7 @@ def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, run = outputs_module._machine(), outputs_module.RUN
+    machine, run = owners._machine(), owners.RUN
     stay = [
         f".a.{machine}-{os.getpid()}-{run}-0000.part",  # of this process
         f".b.{machine}-{os.getppid()}-00000000-0000.part",  # of one that runs
@@ -143,12 +142,12 @@ def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.
     (folder / "00001.png").touch()
     write_text(tmp_path / "new.json", "{}")
     assert names(tmp_path) == sorted([*stay, "new.json"])
-    monkeypatch.setattr(outputs_module.socket, "gethostname", lambda: "elsewhere")
-    outputs_module._machine.cache_clear()
+    monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")
+    owners._machine.cache_clear()
     (tmp_path / go[0]).write_text("")
     remove_left_over(tmp_path)
     assert (tmp_path / go[0]).exists()  # the process may run on the host that shares this folder
-    outputs_module._machine.cache_clear()
+    owners._machine.cache_clear()
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:

@@ -16,15 +16,11 @@ write into a folder removes what processes that have ended left there.
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import socket
-import sys
-import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,13 +29,11 @@ from pathlib import Path
 
 from wan_core.config.checks import OptionError
 from wan_core.config.durable import flush, seal
+from wan_core.config.owners import has_ended, is_left_over, owner_text
 
-RUN = secrets.token_hex(4)  # tells this process from an earlier one with the same number
 PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
 CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
 PICTURE = re.compile(r"\d{5,}\.png")
-OWNER = re.compile(r"[0-9a-f]{8}-\d+-[0-9a-f]{8}")
-UNSIGNED_SECONDS = 60.0  # a claim without its text is one whose process ended while it wrote it, after so long
 LONG_ENDINGS = (".latents.safetensors", ".magcache.json")  # kept whole when a name gets a number
 DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 MODEL_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf", ".model", ".index.json")
@@ -303,7 +297,7 @@ def remove_left_over(folder: Path) -> None:
             continue
         path = folder / name
         with suppress(OSError):  # another process removes it too, or may not read or remove it
-            if (_has_ended(part[1]) if part else is_left_over(path)) and not path.is_symlink():
+            if (has_ended(part[1]) if part else is_left_over(path)) and not path.is_symlink():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -327,24 +321,6 @@ def make_claim(path: Path) -> Path | None:
     return claim
 
 
-def is_left_over(claim: Path) -> bool:
-    """Whether the process that `claim`, a file with `owner_text`, names has ended. Raises OSError."""
-    if not claim.is_file():
-        return False  # a pipe that a program made would be read without end
-    owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
-    return _has_ended(owner) if OWNER.fullmatch(owner) else time.time() - claim.stat().st_mtime > UNSIGNED_SECONDS
-
-
-def is_written_here(claim: Path) -> bool:
-    """Whether another process of this host, which runs, has made the file `claim`, and it is still there."""
-    try:
-        owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
-    except OSError:
-        return False
-    here = OWNER.fullmatch(owner) is not None and owner.startswith(f"{_machine()}-")
-    return here and owner != owner_text() and not _has_ended(owner)
-
-
 def owned_path(path: Path) -> Path:
     """A hidden name beside `path` that says which process made it: `remove_left_over` finds it."""
     return path.with_name(f".{_short(path.stem)}.{owner_text()}-{secrets.token_hex(2)}.part")
@@ -353,50 +329,3 @@ def owned_path(path: Path) -> Path:
 def _short(name: str) -> str:
     """At most 80 bytes of it: file systems allow 255 for the whole."""
     return os.fsencode(name)[:80].decode("utf-8", "ignore")
-
-
-def owner_text() -> str:
-    return f"{_machine()}-{os.getpid()}-{RUN}"
-
-
-@functools.cache
-def _machine() -> str:
-    """Where process numbers mean the same: this host, and this container on it."""
-    try:
-        numbers = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        numbers = ""
-    return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
-
-
-def _has_ended(owner: str) -> bool:
-    """Whether the process `owner` ran here and runs no more."""
-    machine, _, rest = owner.partition("-")
-    number, _, run = rest.partition("-")
-    if machine != _machine() or not number.isdecimal():
-        return False
-    if int(number) == os.getpid():
-        return run != RUN
-    return not _runs(int(number))
-
-
-def _runs(number: int) -> bool:
-    if sys.platform == "win32":
-        import ctypes
-
-        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
-        kernel32.OpenProcess.restype = ctypes.c_void_p
-        SYNCHRONIZE, ACCESS_DENIED, TIMEOUT = 0x100000, 5, 0x102
-        handle = ctypes.c_void_p(kernel32.OpenProcess(SYNCHRONIZE, False, number))
-        if not handle:
-            return ctypes.get_last_error() == ACCESS_DENIED
-        running = kernel32.WaitForSingleObject(handle, 0) == TIMEOUT
-        kernel32.CloseHandle(handle)
-        return running
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # another user's; a number that no process has, left alone
-        return True
-    return True

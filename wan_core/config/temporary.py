@@ -16,7 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from wan_core.config.outputs import is_left_over, owned_path, owner_text, remove_left_over
+from wan_core.config.outputs import owned_path, remove_left_over
+from wan_core.config.owners import is_left_over, owner_text
 
 OWNER = "owner"  # a file in a folder whose name does not say which process made it
 # Again where something was written meanwhile: ranks end a moment after their program.

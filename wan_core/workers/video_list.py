@@ -23,7 +23,8 @@ import torch
 
 from wan_core.config import LoadOptions, OptionError, Request, UserError
 from wan_core.config.durable import SEAL, UNSEALED
-from wan_core.config.outputs import claim_of, is_written_here, make_claim, remove_left_over
+from wan_core.config.outputs import claim_of, make_claim, remove_left_over
+from wan_core.config.owners import is_written_here
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
 from wan_core.pipeline.check import check_request
