@@ -4,7 +4,8 @@ scales, NVFP4, MXFP8, INT8 and 4 bits.
 `descriptions` says which matrices are of these formats. `X.weight` holds the numbers, `X.weight_scale` the scales of
 groups and, for NVFP4, `X.weight_scale_2` the scale of the tensor; see `ops.quant.mx`. FP8 needs no description, and its
 scale may be called `X.scale_weight`: one number, one per output channel, or one per 128 x 128 weights. Scales of
-activations (`X.scale_input`, `X.input_scale`) are not used: the engine measures activations during the run.
+activations (`X.scale_input`, `X.input_scale`) are not used: the engine measures activations during the run. Two numbers
+in `scaled_fp8`, or `full_precision_matrix_mult` in a description, ask for products in 16 bits (ComfyUI's utils.py).
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ from wan_core.ops.quant.mx import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS
 
 _SCALES = ("scale_weight", "weight_scale")  # of FP8
-MARKER = (
-    "scaled_fp8"  # of files with scales; with two numbers it asks for products in 16 bits, as WIDE does of a matrix
-)
+MARKER = "scaled_fp8"
 _UNUSED = ("scale_input", "input_scale", MARKER, DESCRIPTION)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTE = (torch.uint8, torch.int8)
