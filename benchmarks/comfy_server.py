@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comfy_graphs import with_defaults
-from benchmarks.comfy_small import STAND_INS, small_graph
+from benchmarks.comfy_small import CORE_SPARSE, STAND_INS, small_graph
 from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
 from benchmarks.device_memory import DeviceMemory
 from benchmarks.rows import Row
@@ -32,7 +32,8 @@ def server_files(scratch: Path | None) -> Iterator[Path]:
     if scratch is not None and not scratch.is_dir():
         raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
     with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
-        base = make_base(Path(temporary), STAND_INS)
+        has_sparse = (find_checkout() / "comfy_extras" / "nodes_sparse_attention.py").is_file()
+        base = make_base(Path(temporary), STAND_INS if has_sparse else STAND_INS | CORE_SPARSE)
         if scratch is not None:
             (base / "models").rmdir()
             (scratch / "models").mkdir(exist_ok=True)

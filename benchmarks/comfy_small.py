@@ -11,7 +11,10 @@ from pathlib import Path
 
 from benchmarks.comfyui import Graph, node
 
-STAND_INS = {"stand_ins": (Path(__file__).parent / "templates" / "stand_ins.py").read_text(encoding="utf-8")}
+STAND_INS, CORE_SPARSE = (
+    {name: (Path(__file__).parent / "templates" / f"{name}.py").read_text(encoding="utf-8")}
+    for name in ("stand_ins", "core_sparse")
+)
 GPU_ATTENTION = ("cudnn-fp8", "int8")
 
 

@@ -1,7 +1,8 @@
-"""The most device memory in use, by all processes together, as nvidia-smi says five times a second."""
+"""The most device memory in use, by all processes of the visible GPUs, as nvidia-smi says five times a second."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from contextlib import suppress
 from threading import Thread
@@ -15,6 +16,8 @@ class DeviceMemory:
     def __init__(self) -> None:
         self.most: float | None = None
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"-lms={EVERY_MS}"]
+        if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            command += ["-i", seen]
         self.process: subprocess.Popen[str] | None = None
         with suppress(OSError):
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
