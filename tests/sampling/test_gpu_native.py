@@ -31,10 +31,11 @@ def attended(
     tensors: list[torch.Tensor],
     sparsity: float,
     sparse: SparseOptions | None = None,
+    grid: tuple[int, int, int] = GRID,
     **place: int | bool,
 ) -> torch.Tensor:
     run = NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else (), sparse=sparse)
-    forward = NativeForward(run, GRID, **place)  # type: ignore[arg-type]
+    forward = NativeForward(run, grid, **place)  # type: ignore[arg-type]
     out = attend(original, *tensors, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
     assert sum(run.taken.values()) == 1 and not run.left
     return out.float()
@@ -51,8 +52,10 @@ EXACT = NativeAttention("sdpa")
 def test_dense(name: str) -> None:
     if (reason := BACKENDS[name].why_not(CUDA, torch.bfloat16, DIM)) is not None:
         pytest.skip(reason)
-    tensors = qkv(TOKENS, TOKENS)
-    assert relative(attended(NativeAttention(name), tensors, 0), attended(EXACT, tensors, 0)) < 0.1
+    grid, tokens = (4, 33, 48), 4 * FRAME  # enough for kernels that round
+    tensors = qkv(tokens, tokens)
+    lost = relative(attended(NativeAttention(name), tensors, 0, grid=grid), attended(EXACT, tensors, 0, grid=grid))
+    assert lost < 0.1 and (lost > 0.005) == (not BACKENDS[name].exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -219,17 +219,26 @@ def test_what_a_backend_cannot_compute_is_left_with_its_reason() -> None:
     of = forward()
     assert (NativeAttention("flash4")(original, *qkv(), **options(of)) == 7).all()
     assert of.run.left == {"self-attention (flash4 needs an NVIDIA GPU)": 1}
-    NativeAttention("math-fp8")(original, *qkv(), **options(of))
     NativeAttention(COMFYUI)(original, *qkv(), **options(of))
-    assert list(of.run.left)[1:] == ["self-attention of fewer than 1024 tokens", "self-attention, as chosen"]
+    assert list(of.run.left)[1:] == ["self-attention, as chosen"]
     assert "left to ComfyUI: 1 self-attention (flash4" in of.run.words()
 
 
-def test_fp8_is_quantised_as_in_our_engine() -> None:
-    of = NativeForward(NativeRun(SchedulePart(0, 1, 1)), (1, 32, 32))
-    tensors = qkv(1024)
-    output = NativeAttention("math-fp8")(original, *tensors, **options(of))
-    assert torch.equal(heads(output), BACKENDS["math-fp8"].load()(*map(heads, tensors)))
+def test_fp8_is_quantised_as_in_our_engine_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where few queries ask many keys, nor in a short video: there the exact kernel is faster, and computes."""
+    monkeypatch.setattr("wan_core.sampling.native.attention.PAYS", 100)
+    run, attend = NativeRun(SchedulePart(0, 1, 1)), NativeAttention("math-fp8")
+    large, small = (NativeForward(run, grid) for grid in ((8, 8, 16), (2, 8, 16)))
+    in_fp8, exact = BACKENDS["math-fp8"].load(), BACKENDS["sdpa"].load()
+    for of, tensors, backend in (
+        (large, qkv(1024), in_fp8),
+        (large, qkv(128, 1024 + 128), exact),
+        (small, qkv(256), exact),
+        (large, qkv(1024), in_fp8),
+    ):
+        output = attend(original, *tensors, **options(of))
+        assert torch.equal(heads(output), backend(*map(heads, tensors)))
+    assert run.words().startswith("self-attention calls: 2 by math-fp8, 2 by sdpa")
 
 
 def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:

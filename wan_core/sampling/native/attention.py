@@ -32,7 +32,10 @@ UNKNOWN = "calls of an unknown form"
 # The backend for the keys of a text. torch takes cuDNN where cards prefer it; ComfyUI has it take FlashAttention 2
 # first, which takes twice as long on Hopper.
 TEXT, PREFERRED = "sdpa", "cudnn"
-SHORT = 1024  # keys below which a backend that rounds is not used: nothing to gain
+# Rounding reads q, k and v once more, so it pays where queries and keys are both many: from 6,144 tokens on in
+# self-attention. Animate-2 asks for each frame with all keys: FP8 was slower there on an H200, 1.27 times with frames
+# of 1,560 tokens, 1.06 times with frames of 3,600.
+PAYS = 2048
 # What ComfyUI may pass beside q, k and v without changing what is computed.
 KNOWN = {"heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options"}
 KNOWN |= {"low_precision_attention", "_inside_attn_wrapper"}
@@ -59,7 +62,7 @@ class NativeAttention:
         pause: what is allocated inside it may outlive the forward."""
         self.attention, self.earlier, self.chosen = attention, earlier, chosen
         self.original, self.pause = original, pause
-        self._backends: dict[tuple[torch.device, torch.dtype, int, bool], tuple[str, Attention] | str] = {}
+        self._backends: dict[tuple[torch.device, torch.dtype, int, bool, bool], tuple[str, Attention] | str] = {}
 
     @torch.compiler.disable  # it counts calls, and kernels are not torch's: compiled code goes around it
     def __call__(self, func: Override, *args: Any, **kwargs: Any) -> Tensor:
@@ -121,7 +124,7 @@ class NativeAttention:
             queries, keys = (x.shape[2 if named.get("skip_reshape") else 1] for x in args[:2])
             crosses = forward.crosses(queries, keys)
             if reason is None and (crosses or forward.run.sparse is None):
-                dense = self._backend(as_heads(args[:1], **named)[0], keys, crosses)
+                dense = self._backend(forward, as_heads(args[:1], **named)[0], keys)
                 reason = dense if isinstance(dense, str) else None
             if crosses and (reason or keys != forward.text):
                 reason = CROSS
@@ -143,7 +146,7 @@ class NativeAttention:
         shaped = as_heads(qkv, heads, skip_reshape)
         queries, keys = (x.shape[1] for x in shaped[:2])
         crosses = forward.crosses(queries, keys)
-        dense = self._backend(shaped[0], keys, crosses)
+        dense = self._backend(forward, shaped[0], keys)
         kernel = None if isinstance(dense, str) else dense[1]
         with self.pause():
             sparse = None
@@ -161,27 +164,32 @@ class NativeAttention:
                 out = dense[1](q, k, v)
             return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    def _backend(self, q: Tensor, keys: int, crosses: bool) -> tuple[str, Attention] | str:
-        """The name and the backend for q [B, L, H, D], or why there is none. crosses: to the keys of a text."""
+    def _backend(self, forward: NativeForward, q: Tensor, keys: int) -> tuple[str, Attention] | str:
+        """The name and the backend for q [B, L, H, D], or why there is none. One that rounds gives way to the card's
+        exact one where rounding does not pay, but in sparse runs, whose kernels go with it."""
         if self.attention == COMFYUI:
             return AS_CHOSEN
-        key = q.device, q.dtype, q.shape[-1], crosses
+        crosses = forward.crosses(q.shape[1], keys)
+        rounds = forward.run.sparse is not None or pays(q.shape[1], keys)
+        key = q.device, q.dtype, q.shape[-1], crosses, rounds
         if key not in self._backends:
             name = self.attention
             if crosses:
                 name = TEXT
-            elif name in CHOSEN:
-                name = auto_choice(capability(q.device), q.dtype, q.shape[-1], rounding=name == "fast")
+            elif name in CHOSEN or not (rounds or BACKENDS[name].exact):
+                name = auto_choice(capability(q.device), q.dtype, q.shape[-1], rounding=rounds and name == "fast")
             reason = BACKENDS[name].why_not(*key[:3])
             if crosses and PREFERRED not in card_of(capability(q.device)).attention:
                 reason = "was not faster on this card"
             self._backends[key] = (
                 (name, BACKENDS[name].load()) if reason is None else f"self-attention ({name} {reason})"
             )
-        backend = self._backends[key]
-        if not isinstance(backend, str) and keys < SHORT and not BACKENDS[backend[0]].exact:
-            return f"self-attention of fewer than {SHORT} tokens"
-        return backend
+        return self._backends[key]
+
+
+def pays(queries: int, keys: int) -> bool:
+    """Whether attention of so many tokens is faster by a backend that rounds q, k and v first."""
+    return queries * keys >= PAYS * (queries + 2 * keys)
 
 
 def why_left(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
