@@ -155,10 +155,10 @@ JOBS: tuple[Job, ...] = (
     suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
     # b. ComfyUI's own template as it is, with our node, and with our sampler
     everyday("on-640", 500, SQUARE, "on", *DOOR),
-    everyday("on-640-wide", 660, SQUARE, "on", *DOOR, more="--wide"),
+    everyday("on-640-wide", 580, SQUARE, "on", *DOOR, more="--wide"),
     everyday("fresh-640", 400, SQUARE, "fresh", "native", KITCHEN, EXACT, OUR_EXACT),
     everyday("on-720", 1320, HD, "on", *DOOR),
-    everyday("fresh-720", 840, HD, "fresh", "native", KITCHEN, EXACT),
+    everyday("fresh-720", 910, HD, "fresh", "native", KITCHEN, EXACT),
     # c. with guidance, and what leaves out a part of the work
     everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
     everyday("off-480", 400, SD, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
@@ -167,7 +167,7 @@ JOBS: tuple[Job, ...] = (
     # d. the first prompt of a server
     everyday("cold-640", 420, SQUARE, "cold", "native", KITCHEN, OUR_FP8),
     # e. other models
-    *(template(part, seconds) for part, seconds in (("animate2", 420), ("vace", 400), ("s2v", 420), ("fun", 450))),
+    *(template(part, seconds) for part, seconds in (("animate2", 300), ("vace", 230), ("s2v", 420), ("fun", 450))),
     # f. small machines
     small("small", 560, *(f"fp8 {cell}" for cell in ("whole", "12/32", "12/16", "8/32", "24/16"))),
     small("small-more", 560, *(f"fp8 {cell}" for cell in ("whole", "8/16", "16/16", "16/32", "8/64", "24/32"))),

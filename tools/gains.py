@@ -44,6 +44,16 @@ GAINS = (
         after=FRESH + CLICKED,
     ),
     Gain(
+        text=(
+            "one click, files that ask for products in 16 bits",
+            "点一下，要求 16 位乘法的文件",
+        ),
+        video=EXACT,
+        result="everyday-wide-h200",
+        before=NATIVE,
+        after=FIRST_SEED + CLICKED,
+    ),
+    Gain(
         text=("one click at 1280x720", "点一下，1280x720"),
         video=EXACT,
         result="everyday-on720-h200",

@@ -81,42 +81,38 @@ FOUR_STEPS = Table(
     columns=f"name seconds spread runs {PHASES}",
     over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
 )
+FRESH = Table(
+    result="everyday-fresh-h200",
+    columns=f"name seconds spread runs text image {PHASES}",
+    over={
+        "over native": "on, new prompt and picture: native",
+        "over INT8": "on, new prompt and picture: native, comfy kitchen attention",
+    },
+)
+GUIDED = Table(
+    result="everyday-off-h200",
+    columns=f"name seconds runs {PHASES}",
+    over={"over INT8": "off: native, comfy kitchen attention"},
+)
 TABLES = {
     "four-steps": replace(FOUR_STEPS, result="everyday-on-h200"),
+    "four-steps-wide": replace(FOUR_STEPS, result="everyday-wide-h200"),
     "four-steps-720": replace(FOUR_STEPS, result="everyday-on720-h200"),
-    "fresh": Table(
-        result="everyday-fresh-h200",
-        columns=f"name seconds spread runs text image {PHASES}",
-        over={
-            "over native": "on, new prompt and picture: native",
-            "over INT8": "on, new prompt and picture: native, comfy kitchen attention",
-        },
-    ),
+    "fresh": FRESH,
+    "fresh-720": replace(FRESH, result="everyday-fresh720-h200"),
     "words-seconds": Table(
         result="everyday-words-h200",
         columns="name seconds spread runs samplers",
         over={"over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
     ),
-    "guided": Table(
-        result="everyday-off-h200",
-        columns=f"name seconds runs {PHASES}",
-        over={"over INT8": "off: native, comfy kitchen attention"},
-    ),
-    "guided-480": Table(
-        result="everyday-off480-h200",
-        columns=f"name seconds spread runs {PHASES}",
-        over={"over INT8": "off: native, comfy kitchen attention"},
-    ),
-    "guided-720": Table(
-        result="everyday-off720-h200",
-        columns=f"name seconds runs {PHASES}",
-        over={"over INT8": "off: native, comfy kitchen attention"},
-    ),
+    "guided": GUIDED,
+    "guided-480": replace(GUIDED, result="everyday-off480-h200", columns=f"name seconds spread runs {PHASES}"),
+    "guided-rival": replace(GUIDED, result="everyday-rival480-h200", columns=f"name seconds spread runs {PHASES}"),
+    "guided-720": replace(GUIDED, result="everyday-off720-h200"),
     "first-video": Table(
-        result="everyday-h200",
-        rows="cold: ",
-        columns=f"name seconds runs loaders text image {PHASES}",
-        over={"over native": "cold: native"},
+        result="everyday-cold-h200",
+        columns=f"name seconds spread runs loaders text image {PHASES}",
+        over={"over native": "cold: native", "over INT8": "cold: native, comfy kitchen attention"},
     ),
     "two-gpus": Table(
         result="two-gpus-on-h200",
@@ -138,7 +134,8 @@ TABLES = {
         result="small-h200",
         columns="name seconds slowdown load text denoise decode peak_gib disk_gb",
     ),
-    "other-models": Table(
+    "other-models": Table(result="templates-h200", columns="name size seconds ratio peak_gib error"),
+    "other-models-part": Table(
         result="native-h200",
         rows="video_wan(?!.*sparse)",
         columns="name size seconds ratio error",

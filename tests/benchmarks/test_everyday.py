@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from benchmarks.comfy_small import small_graph
 from benchmarks.comfyui import Graph
 from benchmarks.everyday import SIDES, Side, everyday_rows, ratios, sides_for
 from benchmarks.options import EVERYDAY_PARTS
+from benchmarks.templates import core_sparse
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
 from wan_core.pipeline.sources import TINY
@@ -90,11 +93,41 @@ def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
     assert ratios(ours, {both: failed, ours: row}) == ratios(ours, {**measured, ours: failed}) == {}
 
 
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_cores_sparse_attention_is_asked_where_its_node_asks_it(
+    by_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the window of noise levels, from 12,288 tokens on; all else is what the override before, or ComfyUI, says."""
+    kitchen, asked = ModuleType("comfy_kitchen"), []
+
+    def sol_attn(*qkv: torch.Tensor, tau: float, scale: float | None, token_aug: int) -> torch.Tensor:
+        asked.append((tau, token_aug, {x.dtype for x in qkv}))
+        return qkv[0] + 2 * qkv[2]
+
+    kitchen.sol_attn = sol_attn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen)
+    attend = core_sparse.attention(None, 1.3, 0.9, 0.1)
+
+    def call(tokens: int, sigma: float, keys: int = 0) -> torch.Tensor:
+        q, k, v = (torch.ones(1, n, 2 * 8) for n in (tokens, keys or tokens, keys or tokens))
+        if by_heads:
+            q, k, v = (x.unflatten(2, (2, 8)).transpose(1, 2) for x in (q, k, v))
+        shape = {"skip_reshape": by_heads, "skip_output_reshape": by_heads}
+        options = {"sigmas": torch.tensor([sigma])}
+        out = attend(lambda q, *_, **__: q * 7, q, k, v, 2, **shape, transformer_options=options)
+        assert out.shape == q.shape
+        return out.unique()
+
+    assert call(12288, 0.5) == 3 and asked == [(1.3, 256, {torch.bfloat16})]
+    assert [call(12287, 0.5), call(12288, 0.95), call(12288, 0.05), call(12288, 0.5, keys=512)] == [7] * 4
+    assert len(asked) == 1
+
+
 @pytest.mark.comfy
 def test_every_side_in_a_real_server() -> None:
     """On small files, with a stand-in for the text encoder: native sides too."""
     find_comfyui()
-    options = argparse.Namespace(suite="everyday", scratch=None, layers=None, runs=1, gpus=1, steps=4)
+    options = argparse.Namespace(suite="everyday", scratch=None, layers=None, runs=1, gpus=1, steps=4, wide=True)
     few = ["native", "ours, auto"]
     chosen = {"on": None, "fresh": few, "t2v": few, "off": None, "cold": few}
     rows = []
@@ -104,8 +137,8 @@ def test_every_side_in_a_real_server() -> None:
         names = [row["name"].removeprefix(f"{label}: ") for row in rows if row["name"].startswith(f"{label}: ")]
         assert sorted(names) == sorted(chosen[part] or (side.name for side in SIDES))
     for row in rows:
-        if "Model Sparse Attention" in row["name"] and "BlockSparseAttention" in row.get("failed", ""):
-            continue  # an older ComfyUI
+        if "Model Sparse Attention" in row["name"] and "sol_attn" in row.get("failed", ""):
+            continue  # an older comfy-kitchen
         assert row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0, row
         if row["name"].startswith("cold"):
             assert 0 < row["progress"][0] < row["seconds"]
@@ -117,7 +150,7 @@ def test_every_side_in_a_real_server() -> None:
 def test_several_gpus_in_a_real_server(tmp_path: Path) -> None:
     """Two workers on the CPU; ComfyUI's own graph with a node that divides work is accepted."""
     find_comfyui()
-    options = argparse.Namespace(suite="everyday", scratch=tmp_path, layers=2, runs=1, steps=None, gpus=2)
+    options = argparse.Namespace(suite="everyday", scratch=tmp_path, layers=2, runs=1, steps=None, gpus=2, wide=False)
     options.setting, options.setup = ["on", "off"], ["ours, cudnn-fp8, 2 GPUs", "native, on all GPUs, 2 GPUs"]
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert [(row["name"], row["gpus"]) for row in rows] == [

@@ -47,22 +47,22 @@ def test_a_table_shows_the_rows_and_columns_that_it_declares(tmp_path: Path) -> 
     rows = [
         {"name": "cold: native", "seconds": 9.0, "commit": "abc", "nodes": {"save": 2.0}, "steps_measured": 2},
         {"name": "cold: ours, cudnn-fp8", "seconds": 4.5, "commit": "def"},
-        {"name": "on: native", "seconds": 3.0},
+        {"name": "cold: native, comfy kitchen attention", "seconds": 3.0, "commit": "def"},
     ]
-    write(tmp_path, "everyday", "h200", "20261120", rows)
+    write(tmp_path, "everyday-cold", "h200", "20261120", rows)
     results = tmp_path / "benchmarks" / "results"
     with pytest.raises(TableError, match="the row 'cold: native'"):  # its name says that it was scaled
         body_of("first-video", results)
     del rows[0]["steps_measured"]
-    write(tmp_path, "everyday", "h200", "20261120", rows)
+    write(tmp_path, "everyday-cold", "h200", "20261120", rows)
     lines = body_of("first-video", results).splitlines()
     assert lines[:4] == [
-        "|  | seconds | save | over native |",
-        "|---|---:|---:|---:|",
-        "| cold: native | 9 | 2 | 1 |",
-        "| cold: ours, cudnn-fp8 | 4.5 |  | 2 |",
+        "|  | seconds | save | over native | over INT8 |",
+        "|---|---:|---:|---:|---:|",
+        "| cold: native | 9 | 2 | 1 | 0.333 |",
+        "| cold: ours, cudnn-fp8 | 4.5 |  | 2 | 0.667 |",
     ]
-    assert "commit abc, def:" in lines[5]
+    assert "commit abc, def:" in lines[6]
 
 
 def test_every_table_of_the_page_is_declared_and_shown() -> None:
