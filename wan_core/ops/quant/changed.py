@@ -10,6 +10,8 @@ Legend: N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
 
 TRIES = 2  # after the first
-ROWS = 1024  # of a matrix at once: float32 takes four times as much memory as FP8
+ROWS = 1024  # of a matrix at once: numbers in float32 take four times as much memory
 PLASTIC = 1.324717957244746  # its powers give places that are spread evenly in two dimensions (Roberts' R2 sequence)
 
 
@@ -45,9 +47,13 @@ def with_change(data: Tensor, ratio: Tensor, total: Tensor, scale: Tensor) -> Te
 
         return triton_ops.with_change(data.contiguous(), ratio, total.contiguous(), scale, TRIES)
     made = torch.empty_like(data)
-    for rows in map(slice, range(0, len(data), ROWS), range(ROWS, len(data) + ROWS, ROWS)):
+    for rows in parts(len(data)):
         made[rows] = _with_change(data[rows].float() * ratio[rows], total[rows] / scale[rows])
     return made
+
+
+def parts(rows: int) -> Iterator[slice]:
+    return map(slice, range(0, rows, ROWS), range(ROWS, rows + ROWS, ROWS))
 
 
 def _with_change(before: Tensor, total: Tensor) -> Tensor:
@@ -74,11 +80,16 @@ def change_int8(data: Tensor, scale: Tensor, total: Tensor) -> dict[str, Tensor]
     Steps are equal here, and a change below half a step leaves nothing that could be made larger. Where the mean change
     of a row is so small, numbers are rounded up as often as they are near to the next one.
     """
-    most = total.abs().amax(1, keepdim=True) / scale
-    grown = torch.where(most > 128, total.abs().amax(1, keepdim=True) / 127, scale)  # the largest may lose one step
-    numbers = total / grown
-    small = (numbers - data * (scale / grown)).square().mean(1, keepdim=True) < 0.25
+    most = total.abs().amax(1, keepdim=True)
+    grown = torch.where(most / scale > 128, most / 127, scale)  # the largest may lose one step
     places = (torch.arange(count, device=data.device, dtype=torch.float64) for count in data.shape)
     row, column = (place / PLASTIC**power for place, power in zip(places, (1, 2), strict=True))
-    spread = ((row[:, None] + column) % 1 - 0.5).float() * 0.999  # what does not change is off by float32's rounding
-    return {"weight": (numbers + spread * small).round().clamp(-127, 127).to(torch.int8), "weight_scale": grown}
+    made = torch.empty_like(data)
+    for rows in parts(len(data)):
+        numbers = total[rows] / grown[rows]
+        change = numbers - data[rows] * (scale[rows] / grown[rows])
+        small = change.square_().mean(1, keepdim=True) < 0.25
+        # What does not change is off by float32's rounding: a little less than half a step.
+        spread = ((row[rows, None] + column) % 1 - 0.5).float().mul_(0.999).mul_(small)
+        made[rows] = numbers.add_(spread).round_().clamp_(-127, 127)
+    return {"weight": made, "weight_scale": grown}
