@@ -183,6 +183,8 @@ class Fp8WeightLinear(Fp8RowLinear):
         return x
 
     def product(self, x: Tensor) -> Tensor:
-        # Widened for this product only: a pass over the weight, which is small beside the activations.
-        weight = (self.weight.to(x.dtype) * self.weight_scale).to(x.dtype)
+        # Widened for this product only: a pass over the weight, which is small beside the activations. It is multiplied
+        # in the scale's float32 and rounded once, without a copy in float32.
+        weight = torch.empty_like(self.weight, dtype=x.dtype)
+        torch.mul(self.weight.to(x.dtype), self.weight_scale, out=weight)
         return F.linear(x, weight, self.bias)
