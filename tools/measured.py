@@ -137,7 +137,7 @@ TABLES = {
     "other-models": Table(result="templates-h200", columns="name size seconds ratio peak_gib error"),
     "other-models-part": Table(
         result="native-h200",
-        rows="video_wan(?!.*sparse)",
+        rows=r"video_wan(2_2_14B_s2v(?!.*sparse)|_animate2 \(12)",
         columns="name size seconds ratio error",
     ),
     "one-forward": Table(
