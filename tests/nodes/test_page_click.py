@@ -148,6 +148,39 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
     assert page.script(STATE) == before and page.script(PROMPT) == plain
 
 
+# One model for both samplers: its wire forks at a reroute, each fork has one of its own.
+FORK = """const nodes = app.rootGraph.nodes.filter((node) => node.type === "KSamplerAdvanced"), graph = app.rootGraph;
+const wire = (node) => Object.values(graph.links).find((one) => one.target_id === node.id && one.target_slot === 0);
+const [first, second] = nodes, source = graph.getNodeById(wire(first).origin_id);
+const trunk = graph.createReroute([0, 0], wire(first));
+source.connect(0, second, 0, trunk.id);
+nodes.forEach((node, at) => graph.createReroute([100, 100 * at], wire(node)));"""
+REROUTES = """return [...app.rootGraph.reroutes.values()].map((one) => [one.id, one.parentId ?? null,
+  [...one.linkIds].filter((id) => id in app.rootGraph.links).length, one.linkIds.size])"""
+API = "await app.loadApiJson(arguments[0], 'api'); await new Promise((done) => setTimeout(done, 1000));"
+
+
+def numbered(graph: Graph) -> Graph:
+    """The graph as the page opens it: ids of nodes are numbers there."""
+    names = {name: str(number) for number, name in enumerate(graph, start=1)}
+    for one in graph.values():
+        linked = {key: [names[value[0]], value[1]] for key, value in one["inputs"].items() if isinstance(value, list)}
+        one["inputs"] |= linked
+    return {names[name]: one for name, one in graph.items()}
+
+
+def test_reroutes_of_a_wire_that_forks_stay_on_it(page: Browser, templates: Templates) -> None:
+    page.script(API, numbered(templates.graph("video_wan2_2_14B_t2v")))
+    page.script(FORK)
+    before, reroutes = page.script(STATE), page.script(REROUTES)
+    assert [one[2:] for one in reroutes] == [[2, 2], [1, 1], [1, 1]]
+    page.script(COMMAND, "WanCore.Accelerate")
+    assert [one[2:] for one in page.script(REROUTES)] == [[1, 1]] * 3
+    assert list(accelerated(page.script(PROMPT)).values()) == [EXACT] * 2
+    page.script(COMMAND, "WanCore.TakeOut")
+    assert page.script(STATE) == before and page.script(REROUTES) == reroutes
+
+
 def test_what_cannot_be_taken_out_of_its_subgraph_is_said(page: Browser, templates: Templates) -> None:
     """A subgraph has no wire from one of its ends to another."""
     page.script("toasts.length = 0")
@@ -174,13 +207,7 @@ def test_a_clicked_template_runs_and_gives_the_same(templates: Templates, page: 
 def test_a_saved_video_has_the_frames_of_vae_decode_and_the_graph(templates: Templates, page: Browser) -> None:
     """The image-to-video template in the page, run before and after the click. ComfyUI's page reads the graph back from
     the file that Save Video writes."""
-    api = templates.graph("video_wan2_2_14B_i2v")
-    names = {name: str(number) for number, name in enumerate(api, start=1)}
-    for one in api.values():
-        linked = {key: [names[value[0]], value[1]] for key, value in one["inputs"].items() if isinstance(value, list)}
-        one["inputs"] |= linked
-    load = "await app.loadApiJson(arguments[0], 'saved'); await new Promise((done) => setTimeout(done, 1000));"
-    page.script(load, {names[name]: one for name, one in api.items()})
+    page.script(API, numbered(templates.graph("video_wan2_2_14B_i2v")))
     page.script(FIXED)
     before = page.script(STATE)
     saved = []

@@ -14,12 +14,26 @@ function connect(graph, from, slot, to, at, reroute) {
   else if (source && Number(to) === OUTSIDE) graph.outputs[at].connect(source.outputs[slot], source, reroute);
 }
 
+// The reroutes that a link goes through, from its origin on.
+function reroutes(graph, link) {
+  const one = link?.parentId === undefined ? null : graph.reroutes.get(link.parentId);
+  return one ? [...reroutes(graph, one), one] : [];
+}
+
+// Reroutes that all links have stay before the added node; those of some are behind it, if no other link has them.
 export function insert({ graph, node, slot, ends }, type = ACCELERATE) {
-  const [first, at] = ends[0]; // its link may go through reroutes: they stay
-  const added = add(graph, type, first);
-  const reroute = linkInto(graph, first, at)?.parentId;
-  node.connect(slot, added, 0, reroute);
-  for (const [target, input] of ends) added.connect(0, target, input);
+  const added = add(graph, type, ends[0][0]);
+  const links = ends.map((end) => linkInto(graph, ...end)), chains = links.map((link) => reroutes(graph, link));
+  const common = chains[0].filter((one) => chains.every((chain) => chain.includes(one)));
+  const free = ({ linkIds }) => [...linkIds].every((id) => links.some((link) => link.id === id));
+  const own = chains.map((chain) => chain.filter((one) => !common.includes(one) && free(one)));
+  node.connect(slot, added, 0, common.at(-1)?.id);
+  const made = ends.map(([target, input], n) => added.connect(0, target, input, own[n].at(-1)?.id));
+  own.forEach((kept, n) => {
+    if (!kept.length) return;
+    for (const one of chains[n]) if (!kept.includes(one)) one.linkIds.delete(made[n].id);
+    kept[0].parentId = undefined;
+  });
   return added;
 }
 
@@ -31,7 +45,9 @@ export function remove(graph, node) {
     return false;
   }
   for (const after of ends) {
-    connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, before.parentId);
+    const [first] = reroutes(graph, after);
+    if (first) first.parentId = before.parentId;
+    connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, after.parentId ?? before.parentId);
   }
   graph.remove(node);
   return true;

@@ -30,7 +30,7 @@ export function encoders(root) {
 
 // One line of what a click did.
 export function encoded({ wires, left }) {
-  const titles = wires.map(({ node }) => titleOf(node)).join(", ");
+  const titles = [...new Set(wires.map(({ node }) => titleOf(node)))].join(", ");
   const done = wires.length ? [`WanCore Accelerate VAE is behind ${titles}: equal frames are encoded once.`] : [];
   return [...done, ...(left.length ? [`Left: ${left.join("; ")}.`] : [])].join(" ");
 }

@@ -32,6 +32,21 @@ export function linksFrom(graph, node, slot) {
   return linksOf(graph).filter((link) => is(link.origin_id, node.id) && link.origin_slot === slot);
 }
 
+// The links that these lead to, and the one that this comes from, through reroute nodes.
+const rerouted = (graph, id) => [graph.getNodeById(id)].find((node) => node?.type === "Reroute");
+
+export function past(graph, links) {
+  return links.flatMap((link) => {
+    const node = rerouted(graph, link.target_id);
+    return node ? past(graph, linksFrom(graph, node, 0)) : [link];
+  });
+}
+
+export function before(graph, link) {
+  const node = link && rerouted(graph, link.origin_id);
+  return node ? before(graph, linkInto(graph, node, 0)) : link;
+}
+
 // The graph, or what is inside of one subgraph node. outer: where that node is.
 export class Place {
   constructor(graph, node = null, outer = null) {
@@ -56,6 +71,12 @@ export class Place {
     if (Number(link.origin_id) === INSIDE) return this.outer?.origin(this.node, link.origin_slot) ?? null;
     const node = this.graph.getNodeById(link.origin_id);
     return node ? { place: this, node, slot: link.origin_slot } : null;
+  }
+
+  // What SetNode has under a name, here or in the graph around: a GetNode in a subgraph sees that too.
+  named(name) {
+    const set = this.graph.nodes.find((one) => one.type === "SetNode" && one.widgets?.[0]?.value === name);
+    return set ? this.origin(set, 0) : (this.outer?.named(name) ?? null);
   }
 
   // What is written on a node: the values of its widgets, or what is linked in their places.
@@ -126,9 +147,7 @@ export function way(at) {
       const inner = place.inner.get(node);
       at = inner.begin(node.subgraph.getLink(node.subgraph.outputs[slot]?.linkIds?.[0]));
     } else if (node.type === "GetNode") {
-      const name = node.widgets?.[0]?.value;
-      const set = place.graph.nodes.find((one) => one.type === "SetNode" && one.widgets?.[0]?.value === name);
-      at = set ? place.origin(set, 0) : null;
+      at = place.named(node.widgets?.[0]?.value);
     } else {
       return nodes;
     }

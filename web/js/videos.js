@@ -3,7 +3,7 @@
 //
 // The pair stays in the graph, muted: to take WanCore Decode to Video out again needs nothing but the graph.
 import {
-  INSIDE, NEVER, OUTSIDE, Place, is, isOn, linkInto, linksFrom, maker, mayGiveWan, namesWan, titleOf,
+  INSIDE, NEVER, OUTSIDE, Place, before, is, isOn, linkInto, linksFrom, maker, mayGiveWan, namesWan, past, titleOf,
 } from "./models.js";
 
 export const TO_VIDEO = "WanCoreDecodeToVideo";
@@ -15,7 +15,7 @@ export function linkTo(graph, node, name) {
 
 // The nodes that links lead to, out of subgraphs and into them.
 function targets(place, links) {
-  return links.flatMap(({ target_id, target_slot }) => {
+  return past(place.graph, links).flatMap(({ target_id, target_slot }) => {
     if (Number(target_id) === OUTSIDE) {
       return place.outer ? targets(place.outer, linksFrom(place.outer.graph, place.node, target_slot)) : [];
     }
@@ -26,7 +26,7 @@ function targets(place, links) {
 
 // The VAE Decode that a Create Video has its frames from; null: they come from elsewhere.
 function decoderOf(graph, create) {
-  const link = linkTo(graph, create, "images"), node = link && graph.getNodeById(link.origin_id);
+  const link = before(graph, linkTo(graph, create, "images")), node = link && graph.getNodeById(link.origin_id);
   return node?.type === "VAEDecode" ? node : null;
 }
 
@@ -39,11 +39,19 @@ function refusal(place, decode, create) {
   const values = Object.fromEntries((create.widgets ?? []).map(({ name, value }) => [name, value]));
   const shown = (place.node?.properties?.proxyWidgets ?? []).some(([id, name]) => is(id, create.id) && name === "fps");
   const uses = targets(place, linksFrom(place.graph, create, 0));
-  if (linksFrom(place.graph, decode, 0).length > 1) return "its frames go to other nodes too";
+  if (past(place.graph, linksFrom(place.graph, decode, 0)).length > 1) return "its frames go to other nodes too";
   if ((values.bit_depth ?? 8) !== 8) return `its video has ${values.bit_depth} bits`;
   if (shown) return `its fps is set on ${titleOf(place.node)}`;
   if (!uses.length) return "no Save Video takes its video";
   return uses.every(copies) ? null : "its video goes to a node that does not store it as it is";
+}
+
+// Why a Create Video without such a VAE Decode stays; null: its frames are no Wan VAE's.
+function elsewhere(place, create) {
+  const at = maker(place.begin(linkTo(place.graph, create, "images")));
+  const vae = /^VAEDecode(Tiled)?$/.test(at?.node.type) && maker(at.place.begin(linkTo(at.place.graph, at.node, "vae")));
+  if (!vae?.place?.texts(vae.node).some(namesWan)) return null;
+  return at.node.type === "VAEDecode" ? "its frames do not come straight from VAE Decode" : `${titleOf(at.node)} gives its frames`;
 }
 
 // What a click would do: { pairs: [{ graph, decode, create }], left: why others stay }.
@@ -51,8 +59,13 @@ export function videos(root) {
   const pairs = new Map(), left = new Set(), refused = new Set();
   for (const place of new Place(root).all()) {
     for (const create of place.on ? place.graph.nodes : []) {
-      const decode = create.type === "CreateVideo" && isOn(create) ? decoderOf(place.graph, create) : null;
-      if (!decode || !isOn(decode)) continue;
+      if (create.type !== "CreateVideo" || !isOn(create)) continue;
+      const decode = decoderOf(place.graph, create);
+      if (!decode || !isOn(decode)) {
+        const why = elsewhere(place, create);
+        if (why) left.add(`${titleOf(create)}: ${why}`);
+        continue;
+      }
       const vae = maker(place.begin(linkTo(place.graph, decode, "vae")));
       const unknown = vae && mayGiveWan(vae) ? `which VAE ${titleOf(vae.node)} gives is not known` : "";
       const why = vae?.place.texts(vae.node).some(namesWan) ? refusal(place, decode, create) : unknown;
@@ -78,9 +91,7 @@ export function replaced(graph, node) {
 
 // One line of what a click did.
 export function streamed({ pairs, left }) {
-  const done = pairs.length
-    ? [`WanCore Decode to Video is in the place of ${pairs.map(({ create }) => titleOf(create)).join(", ")} and its ` +
-       "VAE Decode (muted): it encodes while it decodes."]
-    : [];
+  const both = pairs.length > 1 ? `${pairs.length} pairs of VAE Decode and Create Video` : "VAE Decode and Create Video";
+  const done = pairs.length ? [`WanCore Decode to Video is in the place of ${both} (muted): it encodes while it decodes.`] : [];
   return [...done, ...(left.length ? [`Left: ${left.join("; ")}.`] : [])].join(" ");
 }

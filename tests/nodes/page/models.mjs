@@ -164,6 +164,16 @@ test("a bypassed node hands on its model; SetNode and GetNode are one wire", () 
   assert.deepEqual(wires(found), [[4, 0, [5]]]);
 });
 
+test("a GetNode sees what SetNode has in the graph around its subgraph; a SetNode beside it comes first", () => {
+  const get = [41, "GetNode", {}, ["MODEL"], { texts: ["high"] }];
+  const own = [loader(43, "flux.safetensors"), through(44, "SetNode", [43, 0], { texts: ["high"] })];
+  const around = (inner) => graph([
+    loader(1, HIGH), through(3, "SetNode", [1, 0], { texts: ["high"] }), [4, "sub", {}, ["LATENT"], { subgraph: inner }],
+  ]);
+  assert.deepEqual(wires(plan(around(graph([get, sampler(42, [41, 0])])))), [[41, 0, [42]]]);
+  assert.match(plan(around(graph([get, sampler(42, [41, 0]), ...own]))).left[0], /flux.safetensors is not known/);
+});
+
 test("into subgraphs and out of them: the node stands where the wire begins", () => {
   const load = graph([loader(11, "?", {})], ["unet_name"], [[11, 0]]);
   load.nodes[0].inputs.push({ name: "w0", type: "COMBO", widget: { name: "w0" } });
@@ -251,7 +261,8 @@ const pairs = (found) => found.pairs.map(({ decode, create }) => [decode.id, cre
 test("decoding and encoding are one node where a Wan VAE's frames go to a Create Video and its video to Save Video", () => {
   const found = videos(decoding());
   assert.deepEqual([pairs(found), found.left], [[[3, 4]], []]);
-  assert.match(streamed(found), /^WanCore Decode to Video is in the place of CreateVideo 4 and its VAE Decode/);
+  assert.match(streamed(found), /^WanCore Decode to Video is in the place of VAE Decode and Create Video \(muted\)/);
+  assert.match(streamed({ pairs: [1, 2], left: [] }), /in the place of 2 pairs of VAE Decode and Create Video \(muted\)/);
 });
 
 test("other VAEs, pairs that are off and frames that pass through other nodes stay, without a word", () => {
@@ -262,6 +273,27 @@ test("other VAEs, pairs that are off and frames that pass through other nodes st
     decoding(between, [[6, "ImageScale", { image: [3, 0, "IMAGE"] }, ["IMAGE"]]]),
   ];
   for (const one of graphs) assert.deepEqual(videos(one), { pairs: [], left: [] });
+});
+
+const reroute = (id, from, type) => [id, "Reroute", { "": [from, 0, "*"] }, [type]];
+test("reroute nodes before and behind Create Video change nothing, and what goes off at one is seen", () => {
+  const by = {
+    4: [4, "CreateVideo", { images: [6, 0, "IMAGE"] }, ["VIDEO"]],
+    5: [5, "SaveVideo", { video: [8, 0, "VIDEO"] }, []],
+  };
+  const through = [reroute(6, 7, "IMAGE"), reroute(7, 3, "IMAGE"), reroute(8, 4, "VIDEO")];
+  assert.deepEqual(videos(decoding(by, through)).left, []);
+  assert.deepEqual(pairs(videos(decoding(by, through))), [[3, 4]]);
+  const preview = [9, "PreviewImage", { images: [7, 0, "IMAGE"] }, []];
+  assert.deepEqual(videos(decoding(by, [...through, preview])).left, ["CreateVideo 4: its frames go to other nodes too"]);
+});
+
+test("a pair in two graphs and VAE Decode (Tiled) are left, and the message says so", () => {
+  const tiled = { 3: [3, "VAEDecodeTiled", { samples: [2, 0, "LATENT"], vae: [1, 0, "VAE"] }, ["IMAGE"]] };
+  assert.deepEqual(videos(decoding(tiled)), { pairs: [], left: ["CreateVideo 4: VAEDecodeTiled 3 gives its frames"] });
+  const inner = graph([[31, "VAEDecode", { samples: "LATENT", vae: [-10, 0, "VAE"] }, ["IMAGE"]]], ["vae"], [[31, 0]]);
+  const box = { 3: [3, "sub", { vae: [1, 0, "VAE"] }, ["IMAGE"], { subgraph: inner }] };
+  assert.deepEqual(videos(decoding(box)).left, ["CreateVideo 4: its frames do not come straight from VAE Decode"]);
 });
 
 test("frames and videos that other nodes take are made as before, and the message says why", () => {
