@@ -13,6 +13,7 @@ from wan_core.config import EXACT, OptionError, PlanNumbers, ScheduleNumbers, Sk
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlanRequest, build_plan
+from wan_core.sampling.native.plan import between
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Plan
 from wan_core.sampling.schedules import Window
 
@@ -21,7 +22,15 @@ from .schema import ADVANCED, value_of, widgets
 
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
-SHARED = (*table(PlanNumbers), "speed", "denoise", "start_step", "end_step", "return_with_leftover_noise")
+SHARED = (
+    *table(PlanNumbers),
+    "speed",
+    "denoise",
+    "start_step",
+    "end_step",
+    "return_with_leftover_noise",
+    "low_from_step",
+)
 RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
 
 
@@ -88,6 +97,16 @@ def window_inputs() -> list[Any]:
             optional=True,
             tooltip="A schedule of its own, from a scheduler node, instead of steps and shift.",
         ),
+        io.Int.Input(
+            "low_from_step",
+            **ADVANCED,
+            default=0,
+            min=0,
+            max=LAST,
+            optional=True,
+            tooltip="With `sigmas`: the first step of the low-noise expert, counted from 0, as two KSampler (Advanced) "
+            "have it; more than there are means none. 0: where the boundary is.",
+        ),
     ]
 
 
@@ -110,6 +129,8 @@ def plan_of(
     numbers = read_numbers(values)
     if numbers.shift is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
         numbers = replace(numbers, shift=model.shift)
+    if step := values.get("low_from_step"):
+        numbers = replace(numbers, boundary=boundary_at(step, numbers, sigmas, model))
     if values.get("speed", EXACT) != EXACT:
         skipping = replace(skipping or SkipOptions(), speed=values["speed"])
     request = PlanRequest(
@@ -121,6 +142,18 @@ def plan_of(
         **{"cut": False, **length},
     )
     return build_plan(request, model.facts)
+
+
+def boundary_at(step: int, numbers: PlanNumbers, sigmas: Tensor | None, model: ModelSocket) -> float:
+    """The boundary with which `step` of `sigmas` is the first of the low-noise expert. Raises OptionError."""
+    if sigmas is None or len(sigmas) < 2:
+        raise OptionError(
+            f"low_from_step {step} given, which counts steps of `sigmas`: connect a scheduler, or set it to 0"
+        )
+    if not model.facts.task.two_experts or numbers.boundary is not None:
+        other = f"boundary {numbers.boundary:g} given, too" if numbers.boundary else "the model has one transformer"
+        raise OptionError(f"low_from_step {step} given, and {other}: set one of them to 0")
+    return between(sigmas.tolist(), min(step, len(sigmas) - 1))
 
 
 def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any]:

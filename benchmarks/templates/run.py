@@ -107,6 +107,8 @@ def sampled_with(
         if steps is not None and kind == "KSamplerAdvanced":  # the first of two ends after half of them
             first = inputs["add_noise"] == "enable"
             inputs |= {"start_at_step": 0 if first else steps // 2, "end_at_step": steps // 2 if first else 10000}
+        if steps is not None and kind == OURS and inputs.get("low_from_step"):
+            inputs["low_from_step"] = steps // 2
         if solver is not None and "sampler_name" in inputs:
             inputs["sampler_name"] = solver
         if seed is not None:

@@ -36,9 +36,9 @@ class Text:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("CONDITIONING",)
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"seed": ("INT", {"default": 0})}}
-    def run(self, seed):
-        rows = torch.randn(1, 7, 4096, generator=torch.Generator().manual_seed(seed))
+        return {"required": {"seed": ("INT", {"default": 0}), "rows": ("INT", {"default": 7, "max": 512})}}
+    def run(self, seed, rows):
+        rows = torch.randn(1, rows, 4096, generator=torch.Generator().manual_seed(seed))
         return ([[rows, {"pooled_output": None}]],)
 
 class ObjectPatch(Base):
@@ -100,7 +100,16 @@ class Hash:
     def run(self, latent):
         return (hashlib.sha256(latent["samples"].contiguous().numpy().tobytes()).hexdigest(),)
 
-CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Elsewhere, Hash)
+class Distance:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"one": ("LATENT",), "other": ("LATENT",)}}
+    def run(self, one, other):
+        one, other = one["samples"], other["samples"]
+        return (str(float((one - other).norm() / other.norm())),)
+
+CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Elsewhere, Hash, Distance)
 NODE_CLASS_MAPPINGS = {made.__name__: made for made in CLASSES}
 """
 
@@ -131,7 +140,7 @@ def write_lora(path: Path, seed: int, every: int) -> None:
 
 
 def sampled(graph: Graph, model: str, shift: float = 0.0) -> Graph:
-    graph["positive"], graph["negative"] = node("Text", seed=1), node("Text", seed=2)
+    graph["positive"], graph["negative"] = (node("Text", seed=seed, rows=7) for seed in (1, 2))
     graph["size"] = node("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
     links = {"model": [model, 0], "positive": ["positive", 0], "negative": ["negative", 0], "latent": ["size", 0]}
     numbers = {"steps": 3, "shift": shift, "boundary": 0.9, "guidance_high": 2.0, "guidance_low": 1.0}
@@ -197,6 +206,65 @@ def test_native_models_give_what_our_loader_gives(comfy: ComfyUI) -> None:
     assert len(seen) == 3
     assert facts(comfy.run(native(shift=9.0)))["hash"] == facts(comfy.run(ours(shift=9.0)))["hash"]
     assert facts(comfy.run(native(shift=None)))["hash"] == facts(comfy.run(ours(shift=0.0)))["hash"]
+
+
+def in_one_place(first: dict[str, Any], last: dict[str, Any], **inputs: Any) -> Graph:
+    """What the page's command makes of one KSampler (Advanced) or of two that go on, beside these. inputs: of our
+    sampler."""
+    graph = native(shift=8.0)
+    graph |= {"positive": node("Text", seed=1, rows=512), "negative": node("Text", seed=2, rows=512)}  # as is encoded
+    prompts = {name: [name, 0] for name in ("positive", "negative")}
+    run = {"steps": 6, "cfg": 2.0, "scheduler": "simple", **prompts, "start_at_step": 0, "end_at_step": 10000}
+    run |= {"add_noise": "enable", "noise_seed": 5, "return_with_leftover_noise": "disable"}
+    graph["first"] = node("KSamplerAdvanced", **run | first, model=["high shift", 0], latent_image=["size", 0])
+    if last:
+        graph["last"] = node("KSamplerAdvanced", **run | last, model=["low shift", 0], latent_image=["first", 0])
+    else:
+        del graph["bridge"]["inputs"]["low"]
+    graph["sigmas"] = node("BasicScheduler", model=["high shift", 0], scheduler="simple", steps=6, denoise=1.0)
+    graph["sampler"]["inputs"] |= {"steps": 0, "shift": 0.0, "boundary": 0.0, "preset": "none", "sigmas": ["sigmas", 0]}
+    graph["sampler"]["inputs"] |= {"guidance_high": 2.0, "solver": first["sampler_name"], **inputs}
+    graph["distance"] = node("Distance", one=["sampler", 0], other=["last" if last else "first", 0])
+    graph["shown"] = node("PreviewAny", source=["distance", 0])
+    return graph
+
+
+def distance(run: Run) -> float:
+    assert run.ok, run.status
+    return float(run.outputs["shown"]["text"][0])
+
+
+def test_one_sampler_gives_the_latents_of_two_that_change_experts_at_any_step(comfy: ComfyUI) -> None:
+    """The model's own boundary is at step 4."""
+    for split in (1, 3, 4, 5, 6, 10000):
+        first = {"sampler_name": "euler", "end_at_step": split, "return_with_leftover_noise": "enable"}
+        last = {"sampler_name": "euler", "start_at_step": split, "add_noise": "disable", "noise_seed": 0, "cfg": 1.5}
+        graph = in_one_place(first, last, guidance_low=1.5, low_from_step=split)
+        assert distance(comfy.run(graph)) < 1e-5, split
+        if split == 3:  # the same model twice, as two samplers with guidance of their own may have it
+            both = {"last": graph["last"], "bridge": graph["bridge"]}
+            graph |= {name: {**one, "inputs": dict(one["inputs"])} for name, one in both.items()}
+            graph["last"]["inputs"]["model"], graph["bridge"]["inputs"]["low"] = ["high shift", 0], ["high shift", 0]
+            assert distance(comfy.run(graph)) < 1e-5
+            graph |= both
+        graph["sampler"]["inputs"]["low_from_step"] = 0
+        assert (distance(comfy.run(graph)) < 1e-5) == (split == 4)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "res_multistep"])
+def test_solvers_of_the_same_name_give_the_same_latents(comfy: ComfyUI, solver: str) -> None:
+    assert distance(comfy.run(in_one_place({"sampler_name": solver}, {}, guidance_low=0.0))) < 1e-5
+
+
+def test_a_step_of_the_change_without_sigmas_or_beside_a_boundary_is_refused(comfy: ComfyUI) -> None:
+    def refused(one: Graph, words: str, **inputs: Any) -> bool:
+        one["sampler"]["inputs"] |= {"low_from_step": 2, **inputs}
+        return words in comfy.run(one).message("execution_error")["exception_message"]
+
+    assert refused(native(), "low_from_step 2 given, which counts steps of `sigmas`", boundary=0.0)
+    first, last = {"sampler_name": "euler", "end_at_step": 2}, {"sampler_name": "euler", "start_at_step": 2}
+    assert refused(in_one_place(first, last), "boundary 0.5 given, too", boundary=0.5)
+    assert refused(in_one_place(first, {}, guidance_low=0.0), "the model has one transformer")
 
 
 def test_another_strength_loads_nothing_again(comfy: ComfyUI) -> None:

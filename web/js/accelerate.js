@@ -58,8 +58,7 @@ function runOnAllGpus() {
   });
   select(nodes);
   const samplers = counted(new Set(runs.flatMap(({ first, last }) => [first, last])).size, "sampler");
-  const done = `WanCore Sampler on all GPUs is in the place of ${samplers} (muted). The experts change where the model ` +
-    "says. Ctrl+Z takes it back.";
+  const done = `WanCore Sampler on all GPUs is in the place of ${samplers} (muted). Ctrl+Z takes it back.`;
   say("success", told(done, streamed(decoded), encoded(vaes)));
 }
 

@@ -1,6 +1,6 @@
 // What the commands of accelerate.js do to a graph, and what takes it back.
 import { ACCELERATE, BYPASS, INSIDE, NEVER, OUTSIDE, freePlace, linkInto, linksFrom } from "./models.js";
-import { SAMPLER, SOLVERS, accelerateBefore, valueOf } from "./gpus.js";
+import { SAMPLER, accelerateBefore, valueOf } from "./gpus.js";
 import { TO_VIDEO, linkTo } from "./videos.js";
 
 const ALWAYS = 0; // the mode of a node that runs
@@ -108,11 +108,12 @@ export function distribute({ graph, first, last, models }, launcher) {
   copy(graph, first, first.type === "KSampler" ? "seed" : "noise_seed", added, "seed");
   copy(graph, first, "cfg", added, "guidance_high");
   copy(graph, last, "cfg", added, "guidance_low");
+  if (models.length > 1) copy(graph, first, "end_at_step", added, "low_from_step");
   for (const name of ["steps", "shift", "boundary"]) set(added, name, 0); // those of `sigmas` and of the model
   const accelerate = accelerateBefore(graph, first);
   if (accelerate) for (const name of ["speed", "skipping"]) copy(graph, accelerate, name, added);
   set(added, "preset", "none");
-  set(added, "solver", SOLVERS[valueOf(first, "sampler_name")]);
+  set(added, "solver", valueOf(first, "sampler_name"));
   handOver(graph, last, added);
   first.mode = last.mode = NEVER;
   return [added, from, sigmas];

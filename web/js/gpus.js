@@ -5,7 +5,8 @@ import { ACCELERATE, NEVER, Place, is, isOn, isSampler, linkInto, linksFrom, ref
 import { linkTo } from "./videos.js";
 
 export const SAMPLER = "WanCoreSampler";
-export const SOLVERS = { euler: "euler", lcm: "lcm", uni_pc: "unipc" }; // ComfyUI's name -> ours
+const SOLVERS = ["euler", "heun", "res_multistep"]; // of which both make the same
+const OF_TWO = SOLVERS.slice(0, 1); // where a second sampler begins anew
 const LAST = 10_000; // the step at which KSampler (Advanced) ends by default: after every schedule
 export const valueOf = (node, name) => (node.widgets ?? []).find((one) => one.name === name)?.value;
 
@@ -28,10 +29,12 @@ const mostSteps = (graph, node) => (linkTo(graph, node, "steps") ? LAST : valueO
 
 // Why WanCore Sampler cannot do what these samplers do together; null: it can.
 function unfit(graph, first, last) {
-  const solver = valueOf(first, "sampler_name");
-  if (!Object.hasOwn(SOLVERS, solver)) return `it has no sampler ${solver}`;
-  if (last.type === "KSampler") return valueOf(last, "denoise") === 1 ? null : "it starts from a video";
   const said = (node, name, value) => linkTo(graph, node, name) === null && valueOf(node, name) === value;
+  const able = first === last ? SOLVERS : OF_TWO, solver = valueOf(first, "sampler_name");
+  if (linkTo(graph, first, "sampler_name")) return "another node says its sampler";
+  if (!able.includes(solver)) return `with ${solver} the video would be another; it takes ${able.join(", ")}`;
+  if ([first, last].some((one) => said(one, "cfg", 0))) return "its cfg is 0"; // there the model's own
+  if (last.type === "KSampler") return said(last, "denoise", 1) ? null : "it starts from a video";
   if (!said(first, "add_noise", "enable") || !said(last, "return_with_leftover_noise", "disable")) {
     return "it is a part of a run whose other part is not known";
   }
@@ -40,6 +43,7 @@ function unfit(graph, first, last) {
     (linkTo(graph, last, "end_at_step") === null && valueOf(last, "end_at_step") >= mostSteps(graph, last));
   if (!said(first, "start_at_step", 0) || !toTheEnd) return "it leaves steps out";
   if (first === last) return null;
+  if (said(first, "end_at_step", 0)) return `${titleOf(first)} has no step`;
   const goesOn =
     said(first, "return_with_leftover_noise", "enable") && said(last, "add_noise", "disable") &&
     same(graph, first, "end_at_step", last, "start_at_step") && linksFrom(graph, first, 0).length === 1;
@@ -56,6 +60,12 @@ export function accelerateBefore(graph, node) {
 
 // The link that brings a sampler its model, from before WanCore Accelerate.
 const modelLink = (graph, node) => linkTo(graph, accelerateBefore(graph, node) ?? node, "model");
+
+// The links of the models that two samplers run: one where both run the same in the same way, or where there is one.
+function modelsOf(graph, first, last) {
+  const links = [first, last].map((one) => modelLink(graph, one));
+  return sameEnd(...links) && same(graph, first, "cfg", last) ? links.slice(0, 1) : links;
+}
 
 // What the command would do: { runs: [{ graph, first, last, models }], refused: why it does nothing }. models: links, of
 // both experts or of the one. Either every sampler of a Wan model is replaced or none is.
@@ -75,7 +85,7 @@ export function onAllGpus(root) {
       if (users.length === 1 && users[0]?.type === "KSamplerAdvanced" && isOn(users[0])) continue; // the first of two
       const first = before(graph, last) ?? last, why = unfit(graph, first, last);
       if (why) refused.add(`${titleOf(last)}: ${why}`);
-      runs.set(last, { graph, first, last, models: [...new Set([first, last])].map((one) => modelLink(graph, one)) });
+      runs.set(last, { graph, first, last, models: modelsOf(graph, first, last) });
     }
   }
   if (new Set([...runs.values()].map((run) => run.graph)).size > 1) refused.add("its samplers are in several subgraphs");

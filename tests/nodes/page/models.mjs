@@ -369,8 +369,17 @@ test("two samplers with the two experts are one WanCore Sampler, with the models
   const { runs, refused } = onAllGpus(experts());
   assert.deepEqual(refused, []);
   assert.deepEqual(runs.map(({ first, last, models }) => [first.id, last.id, models.map((one) => one.origin_id)]), [[6, 7, [1, 2]]]);
-  const one = { values: { seed: 1, steps: 4, cfg: 1, sampler_name: "uni_pc", scheduler: "simple", denoise: 1 } };
+  const one = { values: { seed: 1, steps: 4, cfg: 1, sampler_name: "heun", scheduler: "simple", denoise: 1 } };
   assert.deepEqual(onAllGpus(graph([loader(1, HIGH), sampler(2, [1, 0], one)])).runs.map(({ models }) => models.length), [1]);
+});
+
+test("one model of two samplers is there once, and twice where each has a cfg of its own", () => {
+  const models = (cfg) => onAllGpus(graph([
+    loader(1, HIGH), [5, "EmptyLatentImage", {}, ["LATENT"]],
+    [6, "KSamplerAdvanced", { model: [1, 0, "MODEL"], latent_image: [5, 0, "LATENT"] }, ["LATENT"], { values: FIRST }],
+    [7, "KSamplerAdvanced", { model: [1, 0, "MODEL"], latent_image: [6, 0, "LATENT"] }, ["LATENT"], { values: { ...LAST, cfg } }],
+  ])).runs[0].models.map((one) => one.origin_id);
+  assert.deepEqual([models(1), models(2)], [[1], [1, 1]]);
 });
 
 test("what WanCore Sampler cannot do is refused in words, and then nothing is changed", () => {
@@ -379,14 +388,26 @@ test("what WanCore Sampler cannot do is refused in words, and then nothing is ch
     assert.deepEqual(runs, []);
     return refused.join("; ");
   };
-  assert.match(why({ sampler_name: "dpmpp_2m" }), /KSamplerAdvanced 7: it has no sampler dpmpp_2m/);
+  assert.match(why({ sampler_name: "res_multistep" }), /KSamplerAdvanced 7: with res_multistep .* another; it takes euler$/);
+  assert.match(why({ end_at_step: 0 }, { start_at_step: 0 }), /KSamplerAdvanced 6 has no step/);
+  assert.match(why({}, { cfg: 0 }), /its cfg is 0/);
   assert.match(why({}, { start_at_step: 3 }), /it does not go on where KSamplerAdvanced 6 ends/);
   assert.match(why({}, { steps: 8 }), /its steps is another than that of KSamplerAdvanced 6/);
   assert.match(why({ start_at_step: 1 }), /it leaves steps out/);
   assert.match(why({}, {}, [[9, "LatentUpscale", { samples: [6, 0, "LATENT"] }, ["LATENT"]]]), /it is a part of a run|does not go on/);
   assert.match(why({}, {}, [[9, "SamplerCustom", { model: [1, 0, "MODEL"] }, ["LATENT"]]]), /SamplerCustom 9 is no sampler/);
-  const video = { values: { sampler_name: "euler", denoise: 0.5 } };
-  assert.match(onAllGpus(graph([loader(1, HIGH), sampler(2, [1, 0], video)])).refused[0], /it starts from a video/);
+  const alone = (values, inputs = {}) => onAllGpus(graph([
+    loader(1, HIGH),
+    [2, "KSampler", { model: [1, 0, "MODEL"], ...inputs }, ["LATENT"], { values: { sampler_name: "euler", denoise: 1, cfg: 1, ...values } }],
+    [3, "PrimitiveFloat", {}, ["FLOAT"]], [4, "KSamplerSelect", {}, ["COMBO"]],
+  ])).refused[0];
+  assert.match(alone({ denoise: 0.5 }), /it starts from a video/);
+  assert.match(alone({}, { denoise: [3, 0, "FLOAT"] }), /it starts from a video/);
+  assert.match(alone({}, { sampler_name: [4, 0, "COMBO"] }), /another node says its sampler/);
+  for (const name of ["lcm", "uni_pc", "dpmpp_2m"]) {
+    assert.match(alone({ sampler_name: name }), new RegExp(`with ${name} .* another; it takes euler, heun, res_multistep`));
+  }
+  assert.equal(alone({ sampler_name: "res_multistep" }), undefined);
   assert.match(onAllGpus(graph([loader(1, "flux.safetensors"), sampler(2, [1, 0])])).refused[0], /no Wan model was found/);
 });
 
