@@ -29,18 +29,20 @@ def with_our_sampler(graph: Graph, model: Mapping[str, Any] | None = None, devic
         if kind not in SAMPLERS or (kind == FIRST_OF_TWO[0] and inputs["add_noise"] == FIRST_OF_TWO[1]):
             continue
         low: dict[str, Any] = {}
+        change: dict[str, Any] = {}
         last = inputs["cfg"]
         if kind == "KSamplerAdvanced":  # it goes on where another ends, which samples with the high-noise expert
             first, low = inputs["latent_image"][0], {"low": inputs["model"]}
             del made[first]
             inputs = graph[first]["inputs"]
+            change = {"low_from_step": inputs["end_at_step"]}
         made[f"loaders.{name}"] = node("WanCoreFromModel", model=inputs["model"], **low, **own)
         links = {"model": [f"loaders.{name}", 0], "latent": inputs["latent_image"]}
         links |= {key: inputs[key] for key in ("positive", "negative")}
         numbers = {"steps": 0, "shift": 0.0, "boundary": 0.0, "preset": "none"}
         guidance = {"guidance_high": inputs["cfg"], "guidance_low": last, "guidance_mode": "auto"}
         schedule = schedule_of(made, graph, name, kind, inputs)
-        made[name] = node(OURS, **links, **numbers, **guidance, **schedule)
+        made[name] = node(OURS, **links, **numbers, **guidance, **schedule, **change)
     return made
 
 
