@@ -50,6 +50,19 @@ def plan_inputs() -> list[Any]:
     return widgets(ScheduleNumbers, **changed, solver={"options": list(SCHEDULES)})
 
 
+def low_from_step_input() -> Any:
+    return io.Int.Input(
+        "low_from_step",
+        **ADVANCED,
+        default=0,
+        min=0,
+        max=LAST,
+        optional=True,
+        tooltip="With `sigmas`: the first step of the low-noise expert, counted from 0, as two KSampler (Advanced) "
+        "have it; more than there are means none. 0: where the boundary is.",
+    )
+
+
 def window_inputs() -> list[Any]:
     """Which part of the steps runs."""
     return [
@@ -96,16 +109,6 @@ def window_inputs() -> list[Any]:
             "sigmas",
             optional=True,
             tooltip="A schedule of its own, from a scheduler node, instead of steps and shift.",
-        ),
-        io.Int.Input(
-            "low_from_step",
-            **ADVANCED,
-            default=0,
-            min=0,
-            max=LAST,
-            optional=True,
-            tooltip="With `sigmas`: the first step of the low-noise expert, counted from 0, as two KSampler (Advanced) "
-            "have it; more than there are means none. 0: where the boundary is.",
         ),
     ]
 

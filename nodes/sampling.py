@@ -43,7 +43,16 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .memory import ModelSocket, Sampling, plan_experts
-from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, read_numbers, window_inputs
+from .plan_inputs import (
+    LAST,
+    SWITCH,
+    check_window,
+    low_from_step_input,
+    plan_inputs,
+    plan_of,
+    read_numbers,
+    window_inputs,
+)
 from .schema import ADVANCED, output, schema, widgets
 from .skipping import skipping_input
 from .sockets import CONDITIONING, MODEL, REPORT
@@ -146,6 +155,7 @@ class WanCoreSampler(io.ComfyNode):
                     "sampling has them.",
                 ),
                 *widgets(SkipOptions, "speed"),
+                low_from_step_input(),  # last: workflows are saved with their values by place
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),
