@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from tests import forked
 from tools.processes import below
-from wan_core.cli import main
+from wan_core.cli import generate, main
 from wan_core.cli.generate import VideoWriting
 from wan_core.cli.progress import ProgressLine
 from wan_core.media.video import read_video
@@ -99,12 +100,33 @@ def test_a_video_goes_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         report = pipeline_module.Report(torch.device("cpu"))
 
     for folder in ("gone", "/dev/null"):
-        writing, taken = VideoWriting(Path(tmp_path, folder, "x.mp4"), ProgressLine()), iter(Made.frames)
+        writing, taken = VideoWriting(Path(tmp_path, folder, "x.mp4"), ProgressLine(), None, Path), iter(Made.frames)
         writing.write(taken, fps=8, settings={"frames": 5})
         assert writing.fault is not None and f"to {writing.path}" in writing.fault
         path = writing.elsewhere(Made())
         assert path.parent == tmp_path and len(read_video(path)) == 5
     assert sorted(contents(tmp_path)) == ["x-1.mp4", "x.mp4"]
+
+
+def test_files_that_came_while_the_video_was_made_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files have the names of the video and of its report; --overwrite replaces them."""
+    watching, mine = generate.watching, {name: tmp_path / name for name in ("x.mp4", "x.json")}
+
+    def step(*_: object) -> None:
+        for path in mine.values():
+            path.write_text("of the user")
+
+    monkeypatch.setattr(generate, "watching", lambda *given: replace(watching(*given), step=step))
+    words = [*GENERATE, "--out", str(mine["x.mp4"]), "--report", str(mine["x.json"])]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert [path.read_text() for path in mine.values()] == ["of the user"] * 2
+    assert sorted(contents(tmp_path)) == ["x-1.json", "x-1.mp4", "x.json", "x.mp4"]
+    assert said.out.endswith(f"{tmp_path / 'x-1.mp4'}\n") and said.err.count("exists or is being written") == 2
+    assert main([*words, "--overwrite"]) == 0
+    assert len(read_video(mine["x.mp4"])) == 5 and len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize("out_given", [False, True])

@@ -123,10 +123,10 @@ def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, run = owners._machine(), owners.RUN
+    machine, parent = owners._machine(), owners._run_of(os.getppid())
     stay = [
-        f".a.{machine}-{os.getpid()}-{run}-0000.part",  # of this process
-        f".b.{machine}-{os.getppid()}-00000000-0000.part",  # of one that runs
+        f".a.{owners.owner_text()}-0000.part",  # of this process
+        f".b.{machine}-{os.getppid()}-{parent or '00000000'}-0000.part",  # of one that runs
         f".c.00000000-{ended_process()}-00000000-0000.part",  # of another machine
         f".d.{machine}-99999999999999999999999-00000000-0000.part",  # of no process that can be
         "e.part", ".f.part", ".g.12.partial",  # of other programs
@@ -134,6 +134,7 @@ def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.
     go = [
         f".h.{machine}-{ended_process()}-00000000-0000.part",
         f".i\n.{machine}-{os.getpid()}-00000000-0000.part",  # of an earlier process that had this number
+        *[f".k.{machine}-{os.getppid()}-00000000-0000.part"] * (parent is not None),  # and one that has it now
     ]
     for name in (*stay, *go):
         (tmp_path / name).write_text("")

@@ -11,6 +11,7 @@ import torch
 
 from wan_core.cli import generate, main
 from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions
+from wan_core.config.outputs import claim_of
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.pipeline import kept_steps
 from wan_core.pipeline.pipeline import Pipeline
@@ -103,7 +104,11 @@ def test_a_damaged_file_counts_for_nothing(pipe: Pipeline, tmp_path: Path, damag
     assert not any("an earlier run made" in note for note in again.report.notes)
 
 
-def test_the_command_goes_on_and_leaves_nothing(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_command_goes_on_and_leaves_nothing(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """elsewhere: the run was lost with its container, whose claim may be of one that runs."""
     out = tmp_path / "x.mp4"
     words = ["generate", "--model", "tiny", "--prompt", PROMPT, "--size", "32x32", "--frames", "5", "--steps", "6"]
     usual = generate.watching
@@ -111,6 +116,10 @@ def test_the_command_goes_on_and_leaves_nothing(tmp_path: Path, capsys, monkeypa
     assert main([*words, "--out", str(out)]) == 2
     assert "the same command goes on from it" in capsys.readouterr().err and (tmp_path / "x.clips").is_dir()
     monkeypatch.setattr(generate, "watching", usual)
+    claimed, made = ("x-1.mp4", [".claim", ".mp4"]) if elsewhere else ("x.mp4", [".mp4"])
+    if elsewhere:
+        claim_of(out).write_text("0123abcd-7-01234567")
     assert main([*words, "--out", str(out)]) == 0
-    assert "an earlier run made the first 4 of 6 steps" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["x.mp4"]
+    said = capsys.readouterr().out
+    assert "an earlier run made the first 4 of 6 steps" in said and said.endswith(f"{tmp_path / claimed}\n")
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == made

@@ -56,9 +56,10 @@ def run_generate(options: argparse.Namespace) -> int:
         else:
             latents = outputs.add("--save-latents", options.save_latents, sealed=True)
         report = None if options.report is None else outputs.add("--report", options.report)
-        files = GeneratedFiles(out, latents, report, out.with_suffix(".clips"))
+        # By the name that was asked for: a claim that a lost machine or container left changes that of the video.
+        files = GeneratedFiles(out, latents, report, options.out.with_suffix(".clips"))
         progress = ProgressLine(request.seed, outputs.say_renamed)
-        return generate_files(options, load_options, request, files, progress)
+        return generate_files(options, load_options, request, files, progress, outputs.still_free)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class GeneratedFiles:
     video: Path
     latents: Path
     report: Path | None
-    clips: Path  # folder for what is finished of a long video
+    clips: Path  # folder for what is finished of a video; files of several have names of their own
 
 
 def generate_files(
@@ -75,12 +76,14 @@ def generate_files(
     request: Request,
     files: GeneratedFiles,
     progress: ProgressLine,
+    still_free: Callable[[Path], Path],
 ) -> int:
-    """Make the video and write the files. Latents that were kept stay if a later phase fails."""
+    """Make the video and write the files. Latents that were kept stay if a later phase fails. still_free: see
+    `Outputs`."""
     from wan_core.pipeline.clips import remove_kept
 
     kept: list[Path] = []
-    writing = VideoWriting(files.video, progress, request.audio)
+    writing = VideoWriting(files.video, progress, request.audio, still_free)
     try:
         with closing(engine_of(options)) as engine:
             watch = replace(
@@ -91,7 +94,7 @@ def generate_files(
                 write=writing.write,
             )
             result = engine.generate(load_options, request, watch)
-        video = files.video if writing.fault is None else writing.elsewhere(result)
+        video = writing.path if writing.fault is None else writing.elsewhere(result)
     except BaseException:
         progress.end()
         if any(files.clips.glob("*-*")):
@@ -105,20 +108,20 @@ def generate_files(
         raise
     progress.end()
     missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
-    if video == files.video:
+    if video == writing.path:
         remove_kept(result.kept_clips)
         if options.save_latents is None:
             files.latents.unlink(missing_ok=True)
     try:
         if files.report is not None:
-            result.report.save(files.report)
+            result.report.save(still_free(files.report))
     except OSError as fault:  # the video is complete whatever happens here
         missing.append(f"no report in {files.report}: {fault.strerror or fault}")
     print(result.report.text())
     print(f"  seed {request.seed}")
     print(video)
-    if video != files.video:
-        missing.append(f"the video is in {video} and not in {files.video}")
+    if video != writing.path:
+        missing.append(f"the video is in {video} and not in {writing.path}")
     if missing:
         print(f"{program()} generate: {'; '.join(missing)}", file=sys.stderr)
     return int(bool(missing))
@@ -191,10 +194,12 @@ def video_output(outputs: Outputs, path: Path, sounds: bool = False) -> Path:
 class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
     be lost. audio: path of its sound, which is read before anything is made. fault: why `path` could not be written.
-    Raises OptionError for sound that cannot be read."""
+    still_free: see `Outputs`. Raises OptionError for sound that cannot be read."""
 
-    def __init__(self, path: Path, progress: ProgressLine, audio: str | None = None) -> None:
-        self.path, self.progress, self.sound = path, progress, None
+    def __init__(
+        self, path: Path, progress: ProgressLine, audio: str | None, still_free: Callable[[Path], Path]
+    ) -> None:
+        self.path, self.progress, self.sound, self.still_free = path, progress, None, still_free
         if audio is not None:
             from wan_core.media.sound import read_sound
 
@@ -207,6 +212,7 @@ class VideoWriting:
 
         counted = self.progress.frames(frames, settings["frames"])
         try:
+            self.path = self.still_free(self.path)
             write_video(self.path, counted, fps=fps, sound=self.sound, metadata=metadata(settings))
         except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
             self.fault = f"the video could not be written to {self.path}: {getattr(fault, 'strerror', None) or fault}"

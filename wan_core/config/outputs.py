@@ -108,6 +108,13 @@ class Outputs:
             self.renamed[path] = found
         return found
 
+    def still_free(self, path: Path) -> Path:
+        """Where to write what `add` gave as `path`: there, or under a number where a file came to that name since."""
+        if self.overwrite or is_special(path) or not os.path.lexists(path):
+            return path
+        found = self.renamed[path] = self._claimed(path, False)
+        return found
+
     def _claimed(self, path: Path, overwrite: bool) -> Path:
         try:
             remove_left_over(path.absolute().parent)

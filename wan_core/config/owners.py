@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-RUN = secrets.token_hex(4)  # tells this process from an earlier one with the same number
+_RUN = secrets.token_hex(4)  # where nothing says when a process began
 OWNER = re.compile(r"[0-9a-f]{8}-\d+-[0-9a-f]{8}")
 UNSIGNED_SECONDS = 60.0  # a claim without its text is one whose process ended while it wrote it, after so long
 
@@ -42,7 +42,19 @@ def _owner_of(claim: Path) -> str | None:
 
 
 def owner_text() -> str:
-    return f"{_machine()}-{os.getpid()}-{RUN}"
+    return f"{_machine()}-{os.getpid()}-{_run_of(os.getpid()) or _RUN}"
+
+
+def _run_of(number: int) -> str | None:
+    """What tells process `number` from others that have the number at other times, also before the host was started
+    again: a hash of when it began. None where nothing says so, or there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        status = Path(f"/proc/{number}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    began = status.rpartition(")")[2].split()[19]  # after the name, in clock ticks since the start of the host
+    return hashlib.sha256(f"{boot} {began}".encode()).hexdigest()[:8]
 
 
 @functools.cache
@@ -62,8 +74,8 @@ def has_ended(owner: str) -> bool:
     if machine != _machine() or not number.isdecimal():
         return False
     if int(number) == os.getpid():
-        return run != RUN
-    return not _runs(int(number))
+        return owner != owner_text()
+    return not _runs(int(number)) or _run_of(int(number)) not in (run, None)
 
 
 def _runs(number: int) -> bool:
