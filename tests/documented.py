@@ -120,6 +120,7 @@ RULES = [
             "needs a running ComfyUI (tests/nodes/test_documented_headless.py)",
             r"127\.0\.0\.1:8188|main\.py --listen|^python generate\.py",
         ),
+        ("changes a workflow (tests/nodes/test_workflows.py)", r"^jq "),
         ("needs a cluster (tests/cluster)", r"--ray|^(\w+=\S+ )*ray |^export RAY_|^(kubectl|sky|sbatch|srun) "),
         ("wants files of full size (tests/cli/test_models.py)", r"^wancore models "),
         ("measures for minutes, most of it on a GPU", r"-m (benchmarks|wan_core bench)"),

@@ -205,11 +205,18 @@ def measured_table(name: str, results: Path) -> str:
     for heading, base in table.over.items():
         seconds = find(rows, base, name)["seconds"]
         rows = [row | ({heading: seconds / row["seconds"]} if row.get("seconds") else {}) for row in rows]
+    rows = without_common_part(rows)
     present = {key: None for row in rows for key, value in row.items() if value is not None}
     wanted = [] if table.judged else (table.columns or SHOWN.get(result["suite"], "")).split()
     wanted = wanted or sorted(present, key=lambda key: key == "captions")
     columns = [key for key in [*wanted, *table.over] if key in present and key not in NOT_SHOWN]
     return "\n".join([*markdown([with_reason(row, columns) for row in rows], columns), *origin(rows, result)])
+
+
+def without_common_part(rows: list[Result]) -> list[Result]:
+    """Rows without what all their names begin with before a colon: the text over the table says it."""
+    parts = {row["name"].rpartition(": ")[0] for row in rows}
+    return [row | {"name": row["name"].rpartition(": ")[2]} for row in rows] if len(rows) > 1 == len(parts) else rows
 
 
 def by_setting(rows: list[Result]) -> list[Result]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,36 @@ def test_there_is_one_for_every_use() -> None:
     assert all(TITLE.fullmatch(title) and not re.search(r'[<>:"/\\|?*]', title) for title in TITLES.values())
     assert len({page_form(name)["id"] for name in PAGES}) == len(PAGES)
     assert set(BLUEPRINTS) <= set(TITLES.values())
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+def test_the_command_of_the_page_on_headless_use_accelerates_a_workflow(tmp_path: Path) -> None:
+    """*Wan 2.2 I2V Accelerate* gets back the nodes that were taken out of it, and a guider gets one too."""
+    whole = api_form("wan22_i2v_accelerate")
+    models = {
+        name: one["inputs"].pop("model") for name, one in whole.items() if one["class_type"] == "WanCoreAccelerate"
+    }
+    plain = {name: one for name, one in whole.items() if name not in models}
+    wires = {name: models[one["inputs"]["model"][0]] for name, one in plain.items() if "KSampler" in one["class_type"]}
+    for name, wire in wires.items():
+        plain[name]["inputs"]["model"] = wire
+    first = next(iter(wires.values()))
+    plain |= {name: {"class_type": name, "inputs": {"model": first}} for name in ("BasicScheduler", "CFGGuider")}
+    plain["SamplerCustomAdvanced"] = {"class_type": "SamplerCustomAdvanced", "inputs": {"guider": ["CFGGuider", 0]}}
+    (tmp_path / "my_workflow.json").write_text(json.dumps(plain), encoding="utf-8")
+    [command] = re.findall(r"```sh\n(jq 'reduce .*?)```", HEADLESS, re.DOTALL)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    faster = json.loads((tmp_path / "faster.json").read_text(encoding="utf-8"))
+    schema = json.loads((ROOT / "tests" / "nodes" / "node_schemas.json").read_text())["WanCoreAccelerate"]["inputs"]
+    values = {one["name"]: one["default"] for one in schema if not one["optional"] and "default" in one}
+    for name, wire in (wires | {"CFGGuider": first}).items():
+        [added, slot] = faster[name]["inputs"].pop("model")
+        assert slot == 0 and faster.pop(added) == {
+            "class_type": "WanCoreAccelerate",
+            "inputs": {"model": wire, **values},
+        }
+        del plain[name]["inputs"]["model"]
+    assert faster == plain and len(wires) == 2
 
 
 def test_every_file_has_an_address() -> None:
