@@ -92,6 +92,21 @@ def test_a_download_puts_whole_files_into_their_folders(root: Path, monkeypatch:
     assert len(hub.asked) == 3
 
 
+def test_unfinished_downloads_of_other_files_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was broken off, or another process makes it at the same time."""
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", Hub())
+    notes = root / models.UNFINISHED / ".cache" / "huggingface"
+    other = notes / "download" / "split_files" / "x.0123.incomplete"
+    for path in (other, notes / "CACHEDIR.TAG", notes / ".gitignore", other.with_name("x.lock")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"13 of 14 GB")
+    models.download_missing(root, SMALL[:1])
+    assert other.read_bytes() == b"13 of 14 GB"
+    other.unlink()
+    models.download_missing(root, SMALL)
+    assert not (root / models.UNFINISHED).exists()
+
+
 def test_a_part_of_a_file_is_not_left_as_a_whole_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", Hub(b"0123"))
     with pytest.raises(OptionError, match="has 4 bytes"):

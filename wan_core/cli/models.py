@@ -25,6 +25,7 @@ from wan_core.config.model_files import (
 from wan_core.config.printing import command, module
 
 UNFINISHED = ".wancore-download"  # below the models folder, where ComfyUI looks for no models
+NOTES = (".metadata", ".lock", ".TAG", ".gitignore")  # of huggingface_hub, beside downloads
 SPARE = 2**30  # bytes that stay free on the disk
 
 
@@ -118,7 +119,11 @@ def download_missing(root: Path, files: Sequence[ModelFile]) -> None:
     for file in missing:
         print(f"{file.name}, {file.gb:g} GB, into {file.folder}", file=sys.stderr)
         fetch(root, file, hf_hub_download)
-    shutil.rmtree(root / UNFINISHED, ignore_errors=True)
+    unfinished = root / UNFINISHED
+    if any(path.is_file() and not path.name.endswith(NOTES) for path in unfinished.rglob("*")):
+        print(f"downloads of other files that are not finished stay in {unfinished}", file=sys.stderr)
+    else:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def fetch(root: Path, file: ModelFile, download: Callable[..., str]) -> Path:
