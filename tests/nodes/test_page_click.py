@@ -181,6 +181,25 @@ def test_reroutes_of_a_wire_that_forks_stay_on_it(page: Browser, templates: Temp
     assert page.script(STATE) == before and page.script(REROUTES) == reroutes
 
 
+FASTER = """const node = app.rootGraph.nodes.find((one) => one.type === "WanCoreDecodeToVideo");
+node.disconnectInput(node.findInputSlot("fps"));
+node.widgets.find((one) => one.name === "fps").value = 24;
+const sound = LiteGraph.createNode("EmptyAudio");
+app.rootGraph.add(sound);
+sound.connect(0, node, node.findInputSlot("audio"));"""
+
+
+def test_fps_and_sound_that_came_after_the_click_stay_when_it_is_taken_out(page: Browser, templates: Templates) -> None:
+    page.script(API, numbered(templates.graph("video_wan2_2_14B_t2v")))
+    page.script(COMMAND, "WanCore.Accelerate")
+    page.script(FASTER)
+    [node] = video_nodes(page.script(PROMPT))
+    page.script(COMMAND, "WanCore.TakeOut")
+    [create] = [one for one in page.script(PROMPT).values() if one["class_type"] == "CreateVideo"]
+    assert create["inputs"]["fps"] == node["inputs"]["fps"] == 24
+    assert create["inputs"]["audio"] == node["inputs"]["audio"]
+
+
 def test_what_cannot_be_taken_out_of_its_subgraph_is_said(page: Browser, templates: Templates) -> None:
     """A subgraph has no wire from one of its ends to another."""
     page.script("toasts.length = 0")

@@ -1,6 +1,6 @@
 // What the commands of accelerate.js do to a graph, and what takes it back.
 import { ACCELERATE, BYPASS, INSIDE, NEVER, OUTSIDE, freePlace, linkInto, linksFrom } from "./models.js";
-import { SAMPLER, accelerateBefore, valueOf } from "./gpus.js";
+import { SAMPLER, accelerateBefore, same, valueOf } from "./gpus.js";
 import { TO_VIDEO, linkTo } from "./videos.js";
 
 const ALWAYS = 0; // the mode of a node that runs
@@ -128,6 +128,10 @@ export function withdraw(graph, node, { first, last, added }) {
 }
 
 export function giveBack(graph, node, { decode, create }) {
+  for (const name of ["fps", "audio"].filter((one) => !same(graph, node, one, create))) { // changed since the click
+    if (linkTo(graph, create, name)) create.disconnectInput(create.findInputSlot(name));
+    copy(graph, node, name, create);
+  }
   handOver(graph, node, create);
   decode.mode = create.mode = ALWAYS;
   graph.remove(node);

@@ -13,7 +13,7 @@ export const valueOf = (node, name) => (node.widgets ?? []).find((one) => one.na
 const sameEnd = (one, other) => is(one?.origin_id, other?.origin_id) && one?.origin_slot === other?.origin_slot;
 
 // Whether two inputs get the same: from one output, or as equal values.
-function same(graph, node, name, other, otherName = name) {
+export function same(graph, node, name, other, otherName = name) {
   const [link, otherLink] = [linkTo(graph, node, name), linkTo(graph, other, otherName)];
   return sameEnd(link, otherLink) && (link !== null || valueOf(node, name) === valueOf(other, otherName));
 }
