@@ -86,12 +86,12 @@ class LoadOptions:
         help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU. fp8-* and te-* store the "
         "transformer's matrices in FP8 (te: Transformer Engine), see docs/precision.md",
         tip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights that the "
-        "file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; fp16 is never used, because Wan's "
-        "activations overflow in it. 'fp8' multiplies the blocks' matrices in FP8, faster and in half the memory, "
-        "with a scale for every row ('-tensor', '-block': for those); it needs a GPU with FP8 units (Ada or newer, "
-        "for '-block' Hopper). 'te-...' does so with the kernels of Transformer Engine, where that is installed. "
-        "'fp8-weights' only stores FP8: half the memory on any GPU, no faster. 'int8' multiplies in INT8, rotated, "
-        "from Turing on.",
+        "file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; FP8 files that ask for products in 16 bits get "
+        "them; fp16 is never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
+        "FP8 whatever the file asks for, faster and in half the memory, with a scale for every row ('-tensor', "
+        "'-block': for those); it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so "
+        "with the kernels of Transformer Engine, where that is installed. 'fp8-weights' only stores FP8: "
+        "half the memory on any GPU, no faster. 'int8' multiplies in INT8, rotated, from Turing on.",
     )
     keep_blocks: int = option(
         0,
