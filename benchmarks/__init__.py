@@ -3,7 +3,7 @@
     python -m benchmarks single --out benchmarks/results
     python -m benchmarks single --size 1280x720x81 --setup diffusers-compiled --setup fp8 --layers 4
 
-`python -m benchmarks --help` lists the suites, and those whose code is at the git tag experiments-2026-11: they
+`python -m benchmarks --help` lists the suites, and those whose code is at commit 2cb3e794: they
 answered their question, and their results are committed. A suite is the module of its name (`templates`: `official`).
 The docstring of a module says what its columns mean. Results are JSON, written anew after every row, in the form that
 tools/readme_tables.py reads: {"suite", "command", "commit", "device", "versions", "rows"}, and what else a suite knows

@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s SUITE [options]",
         description="Measure the engine and its peers on this machine.",
         epilog="ladder runs all of it in order of value, as far as the time goes; pack makes what a machine without "
-        "a package registry needs for it: both have a --help of their own. At the git tag experiments-2026-11, with "
+        "a package registry needs for it: both have a --help of their own. At commit 2cb3e794, with "
         f"committed results: {', '.join(ARCHIVED)}.",
     )
     suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)

@@ -72,7 +72,7 @@ SUITES: dict[str, Suite] = {
     ),
     "tests": Suite("the project's tests on this machine", ("all",), takes=("setting",)),
 }
-# Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
+# Suites that answered their question: their code is at commit 2cb3e794, their results are committed.
 ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
 ARCHIVED += ("native", "parallel", "profile", "small-cards", "sparse", "startup", "streaming", "switch", "trajectory")
 
