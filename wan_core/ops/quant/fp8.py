@@ -184,7 +184,6 @@ class Fp8WeightLinear(Fp8RowLinear):
 
     def product(self, x: Tensor) -> Tensor:
         # Widened for this product only: a pass over the weight, which is small beside the activations. It is multiplied
-        # in the scale's float32 and rounded once, without a copy in float32.
-        weight = torch.empty_like(self.weight, dtype=x.dtype)
-        torch.mul(self.weight.to(x.dtype), self.weight_scale, out=weight)
+        # in the scale's float32 and rounded once, in place.
+        weight = self.weight.to(x.dtype).mul_(self.weight_scale)
         return F.linear(x, weight, self.bias)
