@@ -22,15 +22,8 @@ from .schema import ADVANCED, value_of, widgets
 
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
-SHARED = (
-    *table(PlanNumbers),
-    "speed",
-    "denoise",
-    "start_step",
-    "end_step",
-    "return_with_leftover_noise",
-    "low_from_step",
-)
+WINDOW = ("denoise", "start_step", "end_step", "return_with_leftover_noise")
+SHARED = (*table(PlanNumbers), *WINDOW, "speed", "low_from_step")
 RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
 
 
@@ -48,19 +41,6 @@ def plan_inputs() -> list[Any]:
     }
     changed["steps"]["max"] = MAX_STEPS
     return widgets(ScheduleNumbers, **changed, solver={"options": list(SCHEDULES)})
-
-
-def low_from_step_input() -> Any:
-    return io.Int.Input(
-        "low_from_step",
-        **ADVANCED,
-        default=0,
-        min=0,
-        max=LAST,
-        optional=True,
-        tooltip="With `sigmas`: the first step of the low-noise expert, counted from 0, as two KSampler (Advanced) "
-        "have it; more than there are means none. 0: where the boundary is.",
-    )
 
 
 def window_inputs() -> list[Any]:

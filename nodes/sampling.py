@@ -43,16 +43,7 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .memory import ModelSocket, Sampling, plan_experts
-from .plan_inputs import (
-    LAST,
-    SWITCH,
-    check_window,
-    low_from_step_input,
-    plan_inputs,
-    plan_of,
-    read_numbers,
-    window_inputs,
-)
+from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, read_numbers, window_inputs
 from .schema import ADVANCED, output, schema, widgets
 from .skipping import skipping_input
 from .sockets import CONDITIONING, MODEL, REPORT
@@ -155,7 +146,17 @@ class WanCoreSampler(io.ComfyNode):
                     "sampling has them.",
                 ),
                 *widgets(SkipOptions, "speed"),
-                low_from_step_input(),  # last: workflows are saved with their values by place
+                # The last: workflows are saved with their values by place.
+                io.Int.Input(
+                    "low_from_step",
+                    **ADVANCED,
+                    default=0,
+                    min=0,
+                    max=LAST,
+                    optional=True,
+                    tooltip="With `sigmas`: the first step of the low-noise expert, counted from 0, as two KSampler "
+                    "(Advanced) have it; more than there are means none. 0: where the boundary is.",
+                ),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),

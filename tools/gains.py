@@ -44,10 +44,7 @@ GAINS = (
         after=FRESH + CLICKED,
     ),
     Gain(
-        text=(
-            "one click, files that ask for products in 16 bits",
-            "点一下，要求 16 位乘法的文件",
-        ),
+        text=("one click, files that ask for products in 16 bits", "点一下，要求 16 位乘法的文件"),
         video=EXACT,
         result="everyday-wide-h200",
         before=NATIVE,

@@ -32,9 +32,10 @@ UNKNOWN = "calls of an unknown form"
 # The backend for the keys of a text. torch takes cuDNN where cards prefer it; ComfyUI has it take FlashAttention 2
 # first, which takes twice as long on Hopper.
 TEXT, PREFERRED = "sdpa", "cudnn"
-# Rounding reads q, k and v once more, so it pays where queries and keys are both many: from 6,144 tokens on in
-# self-attention. Animate-2 asks for each frame with all keys: FP8 was slower there on an H200, 1.27 times with frames
-# of 1,560 tokens, 1.06 times with frames of 3,600.
+# Of queries x keys over queries + 2 keys: rounding reads q, k and v once more, so it pays where both are many. FP8 took
+# 1.27 and 1.06 times as long on an H200 at 763 and 1,760, Animate-2's calls for frames of 1,560 and 3,600 tokens
+# (templates-h200-20261129, native-h200-20261122), and was faster at 10,920, self-attention at 832x480x81. In between
+# nothing was measured. This is 6,144 tokens of self-attention.
 PAYS = 2048
 # What ComfyUI may pass beside q, k and v without changing what is computed.
 KNOWN = {"heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options"}
