@@ -21,6 +21,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels.formats import FP8, Quantized, quantize_reference
+from wan_core.ops.quant import changed
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.linear import QuantLinear
@@ -79,6 +80,26 @@ def test_output_of_fp8_attention_goes_in_as_it_is(kind):
     with torch.no_grad():
         exact = F.linear(given_.dequantize(), linear.weight, linear.bias)
         assert kind.takes_fp8 and relative(quantized(kind, linear)(Quantized(*given_)), exact) < 0.04
+
+
+@pytest.mark.parametrize("kind", [Fp8TensorLinear, Fp8RowLinear, Int8Linear])
+def test_a_change_is_the_same_by_parts_of_the_rows(kind, monkeypatch):
+    torch.manual_seed(0)
+    stored = kind.encode(torch.randn(50, 64))
+    total = kind(64, 50, False).decode(*stored.values()) + 0.01 * torch.randn(50, 64)
+    whole = kind.change(stored, total)
+    monkeypatch.setattr(changed, "ROWS", 16)
+    parts = kind.change(stored, total)
+    assert not torch.equal(whole["weight"].float(), stored["weight"].float())
+    assert all(torch.equal(whole[name].float(), parts[name].float()) for name in whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_widened_weight_is_rounded_once(dtype):
+    torch.manual_seed(0)
+    layer, x = quantized(Fp8WeightLinear, nn.Linear(128, 64, bias=False)), torch.eye(128, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(layer(x).t(), Quantized(layer.weight, layer.weight_scale).dequantize().to(dtype))
 
 
 def test_weights_are_widened_for_fp8_weights_alone():
